@@ -1,0 +1,107 @@
+"""KVSource and KVSink: the two sides of a hand-off, as two types.
+
+A source lives beside a prefill engine and a sink beside a decode engine, in the leader's engine thread. Neither
+blocks there: a sink copies in a thread of its own and `progress()` says what became of it. Blocks belong to the
+engine's allocator; a source asks for a block to be freed by ending the hold, a sink is given reserved blocks and
+never frees them itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from trtpd.kv_transfer.layout import KVLayout
+from trtpd.kv_transfer.offer import Chunk, Offer, Seal
+
+Key = tuple[int, int]
+"""(request_id, attempt)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PullResult:
+    """What became of one pull. `error` is None on success, else the message; `retryable` as in TransferError.
+
+    `exposed_s` is the part of the transfer that ran after the seal, which the user waits for.
+    """
+
+    key: Key
+    bytes_moved: int
+    chunks: int
+    seconds: float
+    exposed_s: float
+    path: str
+    error: str | None = None
+    code: str = ""
+    retryable: bool = False
+
+
+class KVSource(Protocol):
+    """Prefill's side. Not thread-safe: called from the engine thread only."""
+
+    def offer(self, key: Key, *, prompt_tokens: int, blocks: Sequence[int]) -> Offer:
+        """Starts a hold over `blocks` and says where they are. Raises InternalError if `key` holds already."""
+
+    def publish(self, key: Key, *, ready_tokens: int) -> Chunk:
+        """The first `ready_tokens` tokens are final. Computes digests of the blocks finished since."""
+
+    def seal(self, key: Key, *, first_token: int, first_log_prob: float | None, seed: int) -> Seal:
+        """The whole prompt is final; from here the lease runs."""
+
+    def end(self, key: Key) -> bool:
+        """Ends the hold (acknowledged, withdrawn or cancelled). False if there was none. Idempotent.
+
+        After this the caller may free the blocks at once: a reader that still copies them notices by epoch.
+        """
+
+    def lapsed(self, now_s: float) -> list[Key]:
+        """Keys whose lease ended by `now_s` (renewals received so far counted); each is reported once
+        and its hold is over: the caller frees its blocks."""
+
+    def holds(self) -> dict[Key, int]:
+        """Blocks held per key."""
+
+    def close(self) -> None:
+        """Ends every hold and lets go of what was shared."""
+
+
+class KVSink(Protocol):
+    """Decode's side. Methods return at once; the copies run in the sink's own thread."""
+
+    def handshake(self, offer: Offer) -> None:
+        """Connects to the offer's pool if that is new. Raises LayoutError, TransferError."""
+
+    def begin(self, offer: Offer, blocks: Sequence[int]) -> None:
+        """Starts a pull into the caller's reserved `blocks` (in prompt order). Raises as `handshake`."""
+
+    def ready(self, chunk: Chunk) -> None:
+        """More of the prompt may be copied. Unknown or old keys are ignored."""
+
+    def sealed(self, seal: Seal) -> None:
+        """All of it may be copied; when it is, verification follows. Unknown or old keys are ignored."""
+
+    def abort(self, key: Key) -> None:
+        """Stops a pull. Its blocks stay busy until `progress` has returned its result."""
+
+    def progress(self) -> list[PullResult]:
+        """Pulls that ended since the last call, aborted ones included (code "aborted"). Once a result is
+        returned no copy touches the reserved blocks any more."""
+
+    def busy(self) -> bool:
+        """True while any pull is unfinished."""
+
+    def close(self) -> None:
+        """Stops all pulls, waits for copies under way, lets go of peers' pools."""
+
+
+class BlockStore(Protocol):
+    """KV memory of one rank, as a transport sees it: implemented by `pool.SharedPool`."""
+
+    @property
+    def layout(self) -> KVLayout: ...
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    def epochs_of(self, blocks: Sequence[int]) -> tuple[int, ...]: ...

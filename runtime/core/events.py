@@ -1,0 +1,354 @@
+"""What goes into RouterCore (events) and what comes out (commands). Plain data, standard library only.
+
+Payloads that the core only passes on (offers, seals, chunks) are opaque bytes here: the wire's msgpack.
+`attempt` counts placements of one request from 1; together with the instance's `generation` it fences old answers.
+Instants are seconds on the driver's clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length"]
+Role = Literal["prefill", "decode", "mixed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What an engine can't do, as data; the core plans by these and never by an engine's name.
+
+    chunk_events: reports chunks before the seal · release: held KV can be freed on request · repull: an offer can
+    be pulled twice · digests: blocks can be verified · seeded_resume: sampling is a function of (seed, position).
+    """
+
+    chunk_events: bool = True
+    release: bool = True
+    repull: bool = True
+    digests: bool = True
+    seeded_resume: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What an instance reports with every step. `queued_tokens` are prompt tokens accepted and not yet computed."""
+
+    kv_blocks_free: int
+    kv_blocks_held: int = 0
+    running: int = 0
+    waiting: int = 0
+    queued_tokens: int = 0
+    step_s: float = 0.0
+    step_tokens: int = 0
+
+
+# Events from one instance, carried by Step -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offered:
+    """Prefill admitted the request and holds `blocks` blocks for it; its first chunk is about to run."""
+
+    request_id: int
+    attempt: int
+    blocks: int
+    lease_s: float
+    offer: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkReady:
+    """KV of the first `ready_tokens` tokens is final."""
+
+    request_id: int
+    attempt: int
+    ready_tokens: int
+    chunk: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sealed:
+    """Prefill is done and drew the token at output index `first_index`. `finish` is set if it ends the answer."""
+
+    request_id: int
+    attempt: int
+    first_index: int
+    token: int
+    log_prob: float | None
+    finish: FinishReason | None
+    seal: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferBegun:
+    request_id: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferDone:
+    """KV has arrived, is verified and joined decode's batch; prefill may free it."""
+
+    request_id: int
+    attempt: int
+    bytes_moved: int
+    chunks: int
+    seconds: float
+    exposed_s: float
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferFailed:
+    """A pull ended without KV. Decode has given its blocks back."""
+
+    request_id: int
+    attempt: int
+    code: str
+    reason: str
+    retryable: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """Tokens at output indexes `first_index ...` of one request. The last one ends the answer if `finish` is set.
+
+    `log_probs` is empty or as long as `ids`. The end token itself is among `ids`.
+    """
+
+    request_id: int
+    attempt: int
+    first_index: int
+    ids: tuple[int, ...]
+    log_probs: tuple[float, ...] = ()
+    finish: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drained:
+    """The instance holds nothing of this attempt any more (answer to Cancel and Withdraw, or a lapsed lease)."""
+
+    request_id: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejected:
+    """The instance did not take the work, or gave it up, and holds nothing of it. `code` as in errors.py.
+
+    `permanent`: no other instance of this build would take it either (say, the prompt is too long).
+    """
+
+    request_id: int
+    attempt: int
+    code: str
+    reason: str
+    permanent: bool = False
+
+
+InstanceEvent = (
+    Offered | ChunkReady | Sealed | TransferBegun | TransferDone | TransferFailed | Tokens | Drained | Rejected
+)
+
+
+# Events -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrived:
+    """A new request. `deadline_s` is an instant; targets are durations from arrival (TTFT) and per token (TPOT)."""
+
+    request_id: int
+    prompt_tokens: int
+    max_tokens: int
+    deadline_s: float
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    priority: int = 0
+    tenant: str = ""
+    block_hashes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """An instance registers, or registers again with a new `generation` after a restart (all it held is gone).
+
+    `pairing_key` is equal for instances that can exchange KV. `fingerprint` names the build; pairs never cross it.
+    """
+
+    instance: str
+    generation: str
+    role: Role
+    model: str
+    fingerprint: str
+    pairing_key: str
+    host: str
+    kv_blocks: int
+    tokens_per_block: int
+    max_seq_tokens: int
+    max_batch: int
+    bytes_per_token: int
+    prefill_tokens_per_s: float
+    transports: tuple[str, ...] = ()
+    capabilities: Capabilities = field(default_factory=Capabilities)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One message of one instance: everything that happened in one engine step, and its load afterwards."""
+
+    instance: str
+    generation: str
+    events: tuple[InstanceEvent, ...]
+    load: Load
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lost:
+    """The instance's process is gone or silent; nothing it held can be had any more."""
+
+    instance: str
+    generation: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkDown:
+    """KV can't move from one instance to another just now."""
+
+    source: str
+    sink: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextStopped:
+    """The text of this request met a stop string within the token at output index `index`."""
+
+    request_id: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientGone:
+    request_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drain:
+    """No new work for this instance; what runs there finishes."""
+
+    instance: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick:
+    """Time has passed (sent for every WakeAt, and may be sent at any time)."""
+
+
+Event = Arrived | Hello | Step | Lost | LinkDown | TextStopped | ClientGone | Drain | Tick
+
+
+# Commands ---------------------------------------------------------------------------------------------------------
+
+WorkKind = Literal["context_only", "context_and_generation"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submit:
+    """Prefill this request on `instance`. The driver adds the prompt; `journal` are accepted output tokens that
+    now belong to the prompt, so output starts at index len(journal)."""
+
+    instance: str
+    request_id: int
+    attempt: int
+    kind: WorkKind
+    journal: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pull:
+    """Decode is to pull this offer, or learns more of a pull it has: `ready_tokens`, new chunks, the seal.
+
+    The first Pull of an attempt carries `offer` and the journal; later ones carry only what is new.
+    """
+
+    instance: str
+    request_id: int
+    attempt: int
+    offer: bytes | None
+    journal: tuple[int, ...]
+    chunks: tuple[bytes, ...]
+    seal: bytes | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Withdraw:
+    """Prefill frees what it holds for this attempt (delivered, or no longer wanted). Answered by Drained."""
+
+    instance: str
+    request_id: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancel:
+    """The instance stops this attempt and frees it. Answered by Drained."""
+
+    instance: str
+    request_id: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Emit:
+    """Tokens for the client, each output index exactly once and in order."""
+
+    request_id: int
+    first_index: int
+    ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finish:
+    """The request's end. `reason` is "stop", "length", "cancelled", or an error's code with `message` for it."""
+
+    request_id: int
+    state: str
+    reason: str
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refuse:
+    """Not admitted. `code` is "saturated" (with `retry_after_s`), "no_instance" or "invalid_argument"."""
+
+    request_id: int
+    code: str
+    message: str
+    retry_after_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quarantine:
+    """No work for this instance until `until_s`."""
+
+    instance: str
+    until_s: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwitchRole:
+    instance: str
+    role: Role
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WakeAt:
+    """Send a Tick at this instant."""
+
+    at_s: float
+
+
+Command = Submit | Pull | Withdraw | Cancel | Emit | Finish | Refuse | Quarantine | SwitchRole | WakeAt
