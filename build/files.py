@@ -1,7 +1,8 @@
 """Folders that are made whole or not at all, one maker at a time.
 
-Everything trtpd writes for later (downloads, models, builds) is made beside its place under a temporary name, put
-on disk, and then renamed. A maker that dies leaves only the temporary name, which the next one sweeps.
+Everything trtpd writes for later (downloads, models, builds) is made beside its place under a temporary
+name, put on disk, and then renamed. A maker that dies leaves only the temporary name, which the next one
+sweeps.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import glob
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -32,41 +34,58 @@ def cache_dir(environ: dict[str, str] | os._Environ[str] = os.environ) -> Path:
 
 @contextlib.contextmanager
 def locked(path: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Holds an exclusive lock on `path` (made if absent, never removed) across processes. Blocks until it is free,
-    calling `waiting` once first if it is not. A holder that dies lets go."""
+    """Holds an exclusive lock on `path` across processes; the file is there only while someone holds it.
+    Blocks until it is free, calling `waiting` once first if it is not. A holder that dies lets go."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            waiting()
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    while True:
+        with path.open("a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                waiting()
+                fcntl.flock(file, fcntl.LOCK_EX)
+            if not _still_at(path, file.fileno()):
+                continue  # its former holder removed it: whoever comes now locks another file
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+            return
+
+
+def _still_at(path: Path, handle: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(handle))
+    except FileNotFoundError:
+        return False
+
+
+@contextlib.contextmanager
+def scratch(target: Path) -> Iterator[Path]:
+    """An empty folder beside `target` that is removed at the end, whatever happens. The caller holds a lock
+    that keeps other makers of `target` away; leftovers of dead ones are swept first."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for leftover in target.parent.glob(f".{glob.escape(target.name)}{_MARK}-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    new = target.with_name(f".{target.name}{_MARK}-{os.getpid()}")
+    new.mkdir()
+    try:
+        yield new
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
 
 
 @contextlib.contextmanager
 def staged(target: Path) -> Iterator[Path]:
     """An empty folder beside `target` that takes its place when the block ends, and vanishes if it raises.
 
-    A folder already at `target` stays in use until the moment of the exchange, and is then removed. The caller
-    holds a lock that keeps other makers of `target` away; leftovers of dead ones are swept first.
+    A folder already at `target` stays in use until the moment of the exchange, and is then removed. Locking
+    as for `scratch`.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    sweep_staged(target)
-    new = target.with_name(f".{target.name}{_MARK}-{os.getpid()}")
-    new.mkdir()
-    try:
+    with scratch(target) as new:
         yield new
         sync_tree(new)
         _exchange(new, target)
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
-
-
-def sweep_staged(target: Path) -> None:
-    """Removes what makers of `target` that died have left. The caller holds the lock."""
-    for leftover in target.parent.glob(f".{target.name}{_MARK}-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _exchange(new: Path, target: Path) -> None:
@@ -74,7 +93,7 @@ def _exchange(new: Path, target: Path) -> None:
     if target.exists():
         _rename_exchange(new, target)
     else:
-        os.rename(new, target)
+        new.rename(target)
     _sync_directory(target.parent)
 
 
@@ -89,9 +108,9 @@ def _rename_exchange(one: Path, other: Path) -> None:
             raise OSError(code, os.strerror(code), str(other))
     # File systems without an exchange (some network ones): two renames, with an instant in which nothing is there.
     aside = one.with_name(one.name + ".old")
-    os.rename(other, aside)
-    os.rename(one, other)
-    os.rename(aside, one)
+    other.rename(aside)
+    one.rename(other)
+    aside.rename(one)
 
 
 def sync_tree(folder: Path) -> None:

@@ -39,15 +39,16 @@ def gguf_name(name: str) -> str:
 
 
 def unpermute(rows: F32Array, heads: int) -> F32Array:
-    """Undoes GGUF's reordering of q and k rows: it interleaves the two halves of a head's rotary dimensions."""
+    """Undoes GGUF's reordering of q and k rows: it interleaves the two halves of a head's rotary
+    dimensions."""
     out, columns = rows.shape
     half = out // heads // 2
     return rows.reshape(heads, half, 2, columns).swapaxes(1, 2).reshape(out, columns)
 
 
 class GgufFile:
-    """One GGUF file, mapped; tensors are dequantised when asked for. Raises CheckpointError for a file that is
-    missing, truncated, not GGUF, or of another architecture than Llama."""
+    """One GGUF file, mapped; tensors are dequantised when asked for. Raises CheckpointError for a file that
+    is missing, truncated, not GGUF, or of another architecture than Llama."""
 
     def __init__(self, path: Path) -> None:
         import gguf
@@ -85,7 +86,10 @@ class GgufFile:
         if kind != "llama":
             raise CheckpointError(f"{self.path}: architecture {kind!r}; trtpd serves Llama models only")
         self._refuse_variants()
-        hidden, heads = int(self.field("llama.embedding_length")), int(self.field("llama.attention.head_count"))
+        hidden, heads = (
+            int(self.field("llama.embedding_length")),
+            int(self.field("llama.attention.head_count")),
+        )
         if heads < 1:
             raise CheckpointError(f"{self.path}: llama.attention.head_count is {heads}")
         tokens = self.metadata.get("tokenizer.ggml.tokens", ())
@@ -106,7 +110,9 @@ class GgufFile:
     def _refuse_variants(self) -> None:
         experts = int(self.metadata.get("llama.expert_count", 0))
         if experts:
-            raise CheckpointError(f"{self.path}: llama.expert_count is {experts}; mixtures of experts aren't served")
+            raise CheckpointError(
+                f"{self.path}: llama.expert_count is {experts}; mixtures of experts aren't served"
+            )
         scaling = self.metadata.get("llama.rope.scaling.type", "none")
         if scaling != "none":
             raise CheckpointError(f"{self.path}: rope scaling {scaling!r} isn't supported in a GGUF file")

@@ -122,5 +122,3 @@ def write_tokenizer(gguf: GgufFile, folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
-
-

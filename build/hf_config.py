@@ -46,7 +46,8 @@ class _Fields:
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise CheckpointError(
-                f"{self._where}: {self._prefix}{key} is {json.dumps(value)}; it must be a whole number of at least 1"
+                f"{self._where}: {self._prefix}{key} is {json.dumps(value)}; it must be a whole number of "
+                "at least 1"
             )
         return value
 
@@ -62,7 +63,8 @@ class _Fields:
         value = self._config.get(key)
         if value is not None and value != wanted:
             raise CheckpointError(
-                f"{self._where}: {self._prefix}{key} is {json.dumps(value)}; only {json.dumps(wanted)} is supported"
+                f"{self._where}: {self._prefix}{key} is {json.dumps(value)}; only {json.dumps(wanted)} is "
+                "supported"
             )
 
 
@@ -126,7 +128,7 @@ def _rope(config: dict[str, Any], where: Path) -> tuple[float, RopeScaling | Non
         return theta, None
     if kind != "llama3":
         raise CheckpointError(
-            f"{where}: {key}.rope_type is {json.dumps(kind)}; only \"default\" and \"llama3\" are supported"
+            f'{where}: {key}.rope_type is {json.dumps(kind)}; only "default" and "llama3" are supported'
         )
     fields = _Fields(scaling, where, f"{key}.")
     low, high = fields.number("low_freq_factor"), fields.number("high_freq_factor")
@@ -163,4 +165,6 @@ def config_from_architecture(architecture: Architecture, token_ids: dict[str, in
         "torch_dtype": "float32",
     }
     assert a.rope_scaling is None, "checkpoints we write come from GGUF files, which we refuse with scaling"
-    return config | {f"{name}_token_id": token_ids[name] for name in ("bos", "eos", "pad") if name in token_ids}
+    return config | {
+        f"{name}_token_id": token_ids[name] for name in ("bos", "eos", "pad") if name in token_ids
+    }

@@ -1,7 +1,7 @@
 """Safetensors files, read lazily and written as a stream, so that no more than one tensor is in memory.
 
-Both sides go one tensor at a time through this module because the library's numpy interface has no bf16 and writes
-only whole dictionaries. The files are plain safetensors; any reader opens them.
+Both sides go one tensor at a time through this module because the library's numpy interface has no bf16 and
+writes only whole dictionaries. The files are plain safetensors; any reader opens them.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def from_bf16_bits(bits: npt.NDArray[np.uint16]) -> F32Array:
 
 
 class TensorFile:
-    """One safetensors file, mapped; tensors are read when asked for. Raises CheckpointError for a file that is
-    missing, truncated or not safetensors."""
+    """One safetensors file, mapped; tensors are read when asked for. Raises CheckpointError for a file that
+    is missing, truncated or not safetensors."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -84,7 +84,8 @@ class TensorFile:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or not 2 <= length <= min(size - 8, HEADER_LIMIT_BYTES):
                 raise CheckpointError(
-                    f"{self.path}: not a whole safetensors file (header of {length} bytes in a file of {size}); "
+                    f"{self.path}: not a whole safetensors file (header of {length} bytes in a file of "
+                    f"{size}); "
                     "download it again"
                 )
             raw = file.read(length)
@@ -117,7 +118,8 @@ class TensorFile:
             spec = TensorSpec(name=name, dtype=dtype, shape=shape)
         if end > data_bytes:
             raise CheckpointError(
-                f"{self.path}: truncated: {name} ends at byte {end} of its data, the file holds {data_bytes}; "
+                f"{self.path}: truncated: {name} ends at byte {end} of its data, the file holds "
+                f"{data_bytes}; "
                 "download it again"
             )
         self.specs[name] = spec
@@ -128,7 +130,8 @@ class TensorFile:
         spec = self.specs[name]
         if spec.dtype not in _NUMPY:
             raise CheckpointError(
-                f"{self.path}: {name} has dtype {spec.dtype}; trtpd reads {', '.join(FLOATS)}: convert the checkpoint"
+                f"{self.path}: {name} has dtype {spec.dtype}; trtpd reads {', '.join(FLOATS)}: convert the "
+                "checkpoint"
             )
         if spec.size_bytes == 0:
             return np.zeros(spec.shape, _NUMPY[spec.dtype])
@@ -144,7 +147,9 @@ class TensorFile:
         """The tensor's values as float32, in memory of its own."""
         stored, dtype = self.read_stored(name), self.specs[name].dtype
         if dtype not in FLOATS:
-            raise CheckpointError(f"{self.path}: {name} has dtype {dtype}; a weight must be {', '.join(FLOATS)}")
+            raise CheckpointError(
+                f"{self.path}: {name} has dtype {dtype}; a weight must be {', '.join(FLOATS)}"
+            )
         return from_bf16_bits(stored) if dtype == "BF16" else np.array(stored, dtype=np.float32)
 
 
@@ -154,8 +159,8 @@ def write_tensors(
     arrays: Iterable[npt.NDArray[Any]],
     metadata: Mapping[str, str],
 ) -> Iterator[int]:
-    """Writes `path` while being iterated: `arrays` are taken in the order of `specs`, after each the bytes written
-    so far are yielded, and the file is on disk (fsync) when the iteration ends.
+    """Writes `path` while being iterated: `arrays` are taken in the order of `specs`, after each the bytes
+    written so far are yielded, and the file is on disk (fsync) when the iteration ends.
 
     Raises OSError as the file system does; the caller writes into a folder it throws away then.
     """
