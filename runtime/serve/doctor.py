@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import os
 import shutil
 import sys
 from dataclasses import asdict, dataclass
@@ -12,9 +11,10 @@ from pathlib import Path
 from typing import Literal
 
 import psutil
-from trtpd.build.machine import probe
+from trtpd.build.machine import this_machine
 
 PYTRITON_VERSION = "0.7.0"
+GIB = 1 << 30
 NGC_SERVER = Path("/opt/tritonserver/bin/tritonserver")
 Status = Literal["ok", "missing", "limited"]
 
@@ -64,12 +64,11 @@ def _python() -> Check:
 
 
 def _machine() -> list[Check]:
-    machine = probe()
-    memory = psutil.virtual_memory()
-    shm = shutil.disk_usage("/dev/shm")
-    cores = len(os.sched_getaffinity(0))
     openvino = version_of("openvino")
-    checks = [
+    machine = this_machine(openvino=openvino is not None)
+    cores, free, shm = len(machine.cores), machine.memory_free_bytes, machine.shm_free_bytes
+    arithmetic = "bf16 arithmetic" if machine.bf16 else "no bf16 arithmetic: KV cache and sums are f32"
+    return [
         Check(
             name="cores",
             status="ok" if cores >= 2 else "limited",
@@ -79,17 +78,17 @@ def _machine() -> list[Check]:
         ),
         Check(
             name="memory",
-            status="ok" if memory.available > 3 << 30 else "limited",
-            found=f"{memory.available / 2**30:.1f} GiB available of {memory.total / 2**30:.1f}",
+            status="ok" if free > 3 * GIB else "limited",
+            found=f"{free / GIB:.1f} GiB free of {machine.memory_bytes / GIB:.1f}",
             needed_for="weights once per instance, KV pools",
-            mend="" if memory.available > 3 << 30 else "use precision int8 or fewer instances",
+            mend="" if free > 3 * GIB else "use precision int8 or fewer instances",
         ),
         Check(
             name="/dev/shm",
-            status="ok" if shm.free > 1 << 30 else "limited",
-            found=f"{shm.free / 2**30:.1f} GiB free",
+            status="ok" if shm > GIB else "limited",
+            found=f"{shm / GIB:.1f} GiB free of {machine.shm_bytes / GIB:.1f}",
             needed_for="KV pools and Triton's buffers",
-            mend="" if shm.free > 1 << 30 else "give it room (docker run --shm-size=4g) or lower pools.*.kv_tokens",
+            mend="" if shm > GIB else "give it room (docker run --shm-size=4g) or lower pools.*.kv_tokens",
         ),
         Check(
             name="openvino",
@@ -98,18 +97,13 @@ def _machine() -> list[Check]:
             needed_for="engine openvino",
             mend="" if openvino else "pip install trtpd",
         ),
-    ]
-    bf16 = "BF16" in machine.cpu_features
-    checks.append(
         Check(
             name="cpu",
             status="ok",
-            found=("bf16 arithmetic" if bf16 else "no bf16 arithmetic: KV cache and sums are f32")
-            + f" ({', '.join(machine.cpu_features)})",
+            found=f"{arithmetic} ({', '.join(machine.cpu_features)})",
             needed_for="engine openvino",
-        )
-    )
-    return checks
+        ),
+    ]
 
 
 def _triton() -> Check:
