@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-import psutil
 from trtpd.build.machine import this_machine
 
 PYTRITON_VERSION = "0.7.0"
