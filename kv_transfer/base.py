@@ -1,9 +1,9 @@
 """KVSource and KVSink: the two sides of a hand-off, as two types.
 
-A source lives beside a prefill engine and a sink beside a decode engine, in the leader's engine thread. Neither
-blocks there: a sink copies in a thread of its own and `progress()` says what became of it. Blocks belong to the
-engine's allocator; a source asks for a block to be freed by ending the hold, a sink is given reserved blocks and
-never frees them itself.
+A source lives beside a prefill engine and a sink beside a decode engine, in the leader's engine thread.
+Neither blocks there: a sink copies in a thread of its own and `progress()` says what became of it. Blocks
+belong to the engine's allocator; a source asks for a block to be freed by ending the hold, a sink is given
+reserved blocks and never frees them itself.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class KVSource(Protocol):
     """Prefill's side. Not thread-safe: called from the engine thread only."""
 
     def offer(self, key: Key, *, prompt_tokens: int, blocks: Sequence[int]) -> Offer:
-        """Starts a hold over `blocks` and says where they are. Raises InternalError if `key` holds already."""
+        """Starts a hold over `blocks` and says where they are. Raises InternalError if `key` holds already,
+        CapacityError if nothing more can be held."""
 
     def publish(self, key: Key, *, ready_tokens: int) -> Chunk:
         """The first `ready_tokens` tokens are final. Computes digests of the blocks finished since."""

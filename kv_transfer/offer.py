@@ -1,7 +1,7 @@
 """What the two sides of a hand-off tell each other: offer, chunk, seal.
 
-An attempt is fenced by (request_id, attempt, generation): an answer that carries another triple changes nothing.
-All of it travels as msgpack; nothing here is ever unpickled.
+An attempt is fenced by (request_id, attempt, generation): an answer that carries another triple changes
+nothing. All of it travels as msgpack; nothing here is ever unpickled.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ OPAQUE_LIMIT_BYTES = 1 << 20
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):
-    """KV of the first `ready_tokens` tokens is final. `digests` covers the blocks finished since the last chunk.
+    """KV of the first `ready_tokens` tokens is final. `digests` covers blocks finished since the last chunk.
 
     `digests` is a map from index in `Offer.blocks` to one 64-bit digest per KV head of the source rank
     (over that head's K and V of all layers, valid tokens only); empty when digests are off.
