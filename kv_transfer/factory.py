@@ -1,4 +1,4 @@
-"""Transports by name. Each is imported when it is first made: a missing library hurts only who asks for it."""
+"""Transports by name. Each is imported when first made: a missing library hurts only who asks for it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """shm: KV moves between two processes of one host by one copy, from pool to pool.
 
 The source only says where its blocks are. The sink maps the source's pool and copies into its own from a
-thread (puller.py). Renewals are writes into a lease slot of the source's pool, so neither side ever waits for the
+thread (puller.py). Renewals are writes into a lease slot of the source's pool: neither side ever waits for the
 other.
 """
 
