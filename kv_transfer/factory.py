@@ -16,9 +16,7 @@ class MakeSource(Protocol):
 
 
 class MakeSink(Protocol):
-    def __call__(
-        self, pool: SharedPool, settings: TransferSettings, *, wake: Callable[[], None]
-    ) -> KVSink: ...
+    def __call__(self, pool: SharedPool, settings: TransferSettings, *, wake: Callable[[], None]) -> KVSink: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
