@@ -9,8 +9,10 @@ import heapq
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from trtpd.perf.outcome import Outcome, Summary, summarise
+from trtpd.perf.scenario import Faults, Kill, Network, SimRequest
 from trtpd.perf.simulated_worker import (
     Key,
     Running,
@@ -41,64 +43,6 @@ from trtpd.runtime.core.events import (
     Withdraw,
 )
 from trtpd.runtime.core.router import RouterCore
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimRequest:
-    """One client: what it asks for, and whether it leaves early (`leaves_after_s`) or its text meets a stop
-    string (`stops_at_index`)."""
-
-    at_s: float
-    prompt_tokens: int
-    max_tokens: int
-    output_tokens: int
-    timeout_s: float = 120.0
-    ttft_s: float | None = None
-    tpot_s: float | None = None
-    leaves_after_s: float | None = None
-    stops_at_index: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kill:
-    """An instance dies at an instant and is back, empty, `back_after_s` later (None: never)."""
-
-    instance: str
-    at_s: float
-    back_after_s: float | None = 3.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slow:
-    """Steps of an instance take `factor` times as long for a while."""
-
-    instance: str
-    from_s: float
-    to_s: float
-    factor: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Faults:
-    """What goes wrong. `drop_rate`: messages lost on their way and sent again `resend_s` later, those behind
-    them waiting, as the session between leader and router has it. `detect_s`: how long a death goes
-    unnoticed."""
-
-    kills: tuple[Kill, ...] = ()
-    slow: tuple[Slow, ...] = ()
-    transfer_failure_rate: float = 0.0
-    drop_rate: float = 0.0
-    resend_s: float = 0.25
-    detect_s: float = 0.5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Network:
-    """One way of a message, and the bandwidth of a sink, which its transfers share."""
-
-    message_s: float = 0.0002
-    bytes_per_s: float = 5e9
-    transfer_fixed_s: float = 0.001
 
 
 @dataclass(slots=True, eq=False)
@@ -168,9 +112,9 @@ class Simulation:
         for node in self.nodes.values():
             self._start(node)
         for number, request in enumerate(self._requests):
-            self._at(request.at_s, lambda n=number, r=request: self._arrive(n, r))  # type: ignore[misc]
+            self._at(request.at_s, partial(self._arrive, number, request))
         for kill in self._faults.kills:
-            self._at(kill.at_s, lambda k=kill: self._kill(k))  # type: ignore[misc]
+            self._at(kill.at_s, partial(self._kill, kill))
         while self._heap and self._heap[0][0] <= until_s:
             self.now_s, _, action = heapq.heappop(self._heap)
             action()
