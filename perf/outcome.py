@@ -43,9 +43,7 @@ class Outcome:
     def emitted(self, emit: Emit, now_s: float) -> None:
         """Raises InternalError for a token that is not the next one, or comes after the end."""
         if emit.first_index != len(self.tokens) or self.state:
-            raise InternalError(
-                f"request {self.request_id}, {len(self.tokens)} tokens, {self.state!r}: {emit}"
-            )
+            raise InternalError(f"request {self.request_id}, {len(self.tokens)} tokens, {self.state!r}: {emit}")
         if not self.tokens:
             self.first_s = now_s
         elif self.second_s is None:

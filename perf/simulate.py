@@ -154,9 +154,7 @@ class Simulation:
             output_tokens=request.output_tokens,
         )
         if request.leaves_after_s is not None:
-            self._at(
-                self.now_s + request.leaves_after_s, lambda: self._tell_router(ClientGone(request_id=number))
-            )
+            self._at(self.now_s + request.leaves_after_s, lambda: self._tell_router(ClientGone(request_id=number)))
         self._tell_router(
             Arrived(
                 request_id=number,
@@ -173,15 +171,11 @@ class Simulation:
         outcome.emitted(emit, self.now_s)
         stop = self._requests[emit.request_id].stops_at_index
         if stop is not None and emit.first_index <= stop < emit.first_index + len(emit.ids):
-            self._at(
-                self.now_s, lambda: self._tell_router(TextStopped(request_id=emit.request_id, index=stop))
-            )
+            self._at(self.now_s, lambda: self._tell_router(TextStopped(request_id=emit.request_id, index=stop)))
 
     def _start(self, node: Node) -> None:
         node.lives += 1
-        node.worker = SimulatedWorker(
-            node.spec, f"{node.spec.name}#{node.lives}", self._truths, policy=self._policy
-        )
+        node.worker = SimulatedWorker(node.spec, f"{node.spec.name}#{node.lives}", self._truths, policy=self._policy)
         node.stepping, node.moves = False, {}
         hello = node.spec.hello(node.worker.generation)
         self._at(self.now_s, lambda: self._tell_router(hello))
@@ -202,9 +196,7 @@ class Simulation:
         if worker is not None:
             self._at(self.now_s + self._network.message_s, lambda: self._receive(node, worker, command))
 
-    def _receive(
-        self, node: Node, worker: SimulatedWorker, command: Submit | Pull | Withdraw | Cancel
-    ) -> None:
+    def _receive(self, node: Node, worker: SimulatedWorker, command: Submit | Pull | Withdraw | Cancel) -> None:
         if node.worker is not worker:
             return
         self._report(node, worker, worker.take(command))
@@ -267,26 +259,18 @@ class Simulation:
             exposed_s = left_s + self._network.transfer_fixed_s
             self._at(self.now_s + exposed_s, lambda: self._moved(node, worker, sequence, move, exposed_s))
 
-    def _moved(
-        self, node: Node, worker: SimulatedWorker, sequence: Running, move: Move, exposed_s: float
-    ) -> None:
+    def _moved(self, node: Node, worker: SimulatedWorker, sequence: Running, move: Move, exposed_s: float) -> None:
         if node.worker is not worker or node.moves.get(sequence.key) is not move:
             return
         del node.moves[sequence.key]
         name, generation = sequence.source.split("|")
         source = self.nodes[name].worker
         held = source is not None and source.generation == generation and sequence.key in source.sequences
-        broken = (
-            self._faults.transfer_failure_rate and self._rng.random() < self._faults.transfer_failure_rate
-        )
+        broken = self._faults.transfer_failure_rate and self._rng.random() < self._faults.transfer_failure_rate
         if not held:
-            events = worker.fail_pull(
-                sequence.key, code="lease_lost", reason="no such offer", retryable=False
-            )
+            events = worker.fail_pull(sequence.key, code="lease_lost", reason="no such offer", retryable=False)
         elif broken:
-            events = worker.fail_pull(
-                sequence.key, code="transfer_failed", reason="simulated", retryable=True
-            )
+            events = worker.fail_pull(sequence.key, code="transfer_failed", reason="simulated", retryable=True)
         else:
             events = worker.end_pull(sequence.key, seconds=self.now_s - move.begun_s, exposed_s=exposed_s)
         self._report(node, worker, events)

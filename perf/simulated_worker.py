@@ -137,9 +137,7 @@ StepPolicy = Callable[[Sequence[Key], Sequence[tuple[Key, int]], WorkerSpec], St
 """(decoding in order, (key, prompt tokens left) of those in prefill in order, limits) -> plan."""
 
 
-def decode_first(
-    decoding: Sequence[Key], prefilling: Sequence[tuple[Key, int]], spec: WorkerSpec
-) -> StepPlan:
+def decode_first(decoding: Sequence[Key], prefilling: Sequence[tuple[Key, int]], spec: WorkerSpec) -> StepPlan:
     """One token for each decoding sequence up to the batch, the rest of the step's budget for prompts in
     order."""
     decodes = tuple(decoding[: spec.max_batch])
@@ -190,9 +188,7 @@ class SimulatedWorker:
         context = truth.prompt_tokens + len(command.journal)
         total = truth.prompt_tokens + truth.max_tokens if local else context
         if total > min(self.spec.max_seq_tokens, self.spec.kv_blocks * self.spec.tokens_per_block):
-            return [
-                self._rejected(command, "invalid_argument", f"{total} tokens are too many", permanent=True)
-            ]
+            return [self._rejected(command, "invalid_argument", f"{total} tokens are too many", permanent=True)]
         key = (command.request_id, command.attempt)
         if key in self.sequences:
             raise InternalError(f"{self.spec.name} is given {key} twice")
@@ -256,9 +252,7 @@ class SimulatedWorker:
 
     def fail_pull(self, key: Key, *, code: str, reason: str, retryable: bool) -> list[InstanceEvent]:
         self._free(key)
-        return [
-            TransferFailed(request_id=key[0], attempt=key[1], code=code, reason=reason, retryable=retryable)
-        ]
+        return [TransferFailed(request_id=key[0], attempt=key[1], code=code, reason=reason, retryable=retryable)]
 
     def lapse(self, key: Key) -> list[InstanceEvent]:
         """The lease of a held offer ends."""
@@ -281,9 +275,7 @@ class SimulatedWorker:
                 offers.append(self._offered(sequence))
         decoding = [s.key for s in self.sequences.values() if s.phase == "decoding"]
         prefilling = [
-            (s.key, s.context_tokens - s.done_tokens)
-            for s in self.sequences.values()
-            if s.phase == "prefilling"
+            (s.key, s.context_tokens - s.done_tokens) for s in self.sequences.values() if s.phase == "prefilling"
         ]
         plan = self._policy(decoding, prefilling, self.spec)
         return (plan if plan.decodes or plan.prefills else None), offers
@@ -309,9 +301,7 @@ class SimulatedWorker:
         if self.spec.capabilities.chunk_events:
             done = sequence.done_tokens
             events.append(
-                ChunkReady(
-                    request_id=request_id, attempt=attempt, ready_tokens=done, chunk=str(done).encode()
-                )
+                ChunkReady(request_id=request_id, attempt=attempt, ready_tokens=done, chunk=str(done).encode())
             )
         if sequence.done_tokens < sequence.context_tokens:
             return events
@@ -355,9 +345,7 @@ class SimulatedWorker:
             offer=f"{self.spec.name}|{self.generation}".encode(),
         )
 
-    def _rejected(
-        self, command: Submit | Pull, code: str, reason: str, *, permanent: bool = False
-    ) -> Rejected:
+    def _rejected(self, command: Submit | Pull, code: str, reason: str, *, permanent: bool = False) -> Rejected:
         return Rejected(
             request_id=command.request_id,
             attempt=command.attempt,

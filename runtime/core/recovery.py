@@ -146,9 +146,7 @@ class Recovery:
     def transfer_failed(self, request: Request, hold: Hold, event: TransferFailed) -> None:
         books, attempt = self._books, request.running()
         if attempt.joined:
-            books.tally.fault(
-                books.now_s, "protocol", f"{hold.instance}: TransferFailed after TransferDone, ignored"
-            )
+            books.tally.fault(books.now_s, "protocol", f"{hold.instance}: TransferFailed after TransferDone, ignored")
             return
         books.release(hold)
         attempt.decode = None
@@ -186,9 +184,7 @@ class Recovery:
             attempt.prefill = None
             if attempt.seal_sent and attempt.pulling:
                 return  # the sink may have it all: its word counts, and the stall timer if it has none
-            self.retry(
-                request, "lease_lost", "lease_lost", f"the lease on {hold.instance} ended before its pull"
-            )
+            self.retry(request, "lease_lost", "lease_lost", f"the lease on {hold.instance} ended before its pull")
             return
         books.release(hold)
         if hold.side == "local":
@@ -206,9 +202,7 @@ class Recovery:
         self._books.tally.fault(self._books.now_s, "token_gap", f"request {request.id}: {text}")
         self.retry(request, "token_gap", "internal", text)
 
-    def _pull_again(
-        self, request: Request, reason: str, code: str, text: str, *, counts: bool = True
-    ) -> None:
+    def _pull_again(self, request: Request, reason: str, code: str, text: str, *, counts: bool = True) -> None:
         """The offer stands, its sink is gone: another pull of it if the source's engine can, else a new
         attempt.
 
