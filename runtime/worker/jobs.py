@@ -84,6 +84,4 @@ def rejected(key: Key, error: TrtpdError) -> core.Rejected:
 
 
 def transfer_failed(key: Key, code: str, reason: str, retryable: bool) -> core.TransferFailed:
-    return core.TransferFailed(
-        request_id=key[0], attempt=key[1], code=code, reason=reason, retryable=retryable
-    )
+    return core.TransferFailed(request_id=key[0], attempt=key[1], code=code, reason=reason, retryable=retryable)

@@ -209,9 +209,7 @@ class Leader:
 
     # Commands
 
-    def apply(
-        self, command: SubmitWork | PullWork | SyntheticWork | WithdrawWork | CancelWork | DrainWork
-    ) -> None:
+    def apply(self, command: SubmitWork | PullWork | SyntheticWork | WithdrawWork | CancelWork | DrainWork) -> None:
         """Carries out one command. What it brings about goes out with the step's message."""
         if isinstance(command, DrainWork):
             self.draining = True
@@ -299,9 +297,7 @@ class Leader:
         key = (event.request_id, event.attempt)
         job = self._jobs.get(key)
         if job is None:
-            raise InternalError(
-                f"the engine reports {type(event).__name__} for {key}, which it was not given"
-            )
+            raise InternalError(f"the engine reports {type(event).__name__} for {key}, which it was not given")
         last = is_last(event)
         if last:
             self._forget(key)

@@ -211,9 +211,7 @@ class LocalDesk:
         elif isinstance(event, core.Tokens):
             self._on_tokens(call, event)
         elif isinstance(event, core.Rejected):
-            self._finish(
-                event.request_id, Failed(code=event.code, message=event.reason, permanent=event.permanent)
-            )
+            self._finish(event.request_id, Failed(code=event.code, message=event.reason, permanent=event.permanent))
         elif isinstance(event, core.Drained):
             timed_out = Failed(code="deadline", message="not done within its timeout", permanent=False)
             self._finish(event.request_id, timed_out)
@@ -322,9 +320,7 @@ def fill_synthetic(pool: SharedPool, blocks: tuple[int, ...]) -> None:
                 array[index] = block
 
 
-def _as_stored(
-    numbers: np.ndarray[tuple[int, ...], np.dtype[np.float32]], dtype: np.dtype[np.generic]
-) -> object:
+def _as_stored(numbers: np.ndarray[tuple[int, ...], np.dtype[np.float32]], dtype: np.dtype[np.generic]) -> object:
     """bf16 is held as uint16: the upper half of an f32."""
     if dtype == np.uint16:
         return (numbers.view(np.uint32) >> 16).astype(np.uint16)

@@ -10,9 +10,7 @@ from trtpd.runtime.engine.base import PrefillBegan, PrefillChunk, PrefillDone
 from trtpd.runtime.worker.jobs import Job, Stage
 
 
-def hand_out(
-    source: KVSource, job: Job, event: PrefillBegan | PrefillChunk | PrefillDone
-) -> core.InstanceEvent:
+def hand_out(source: KVSource, job: Job, event: PrefillBegan | PrefillChunk | PrefillDone) -> core.InstanceEvent:
     """Lets `source` offer, publish or seal what the engine reports, and says so to the router."""
     if isinstance(event, PrefillBegan):
         return _offered(source, job, event)

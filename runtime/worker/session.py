@@ -150,9 +150,7 @@ class Session:
             self._watch_gap(now_s)
             return [], []
         if isinstance(message, Resend):
-            again = [
-                self._frame(m.seq, m.kind, m.body) for m in self._channel.again(message.first, message.last)
-            ]
+            again = [self._frame(m.seq, m.kind, m.body) for m in self._channel.again(message.first, message.last)]
             self.resent += len(again)
             return [], again
         return [message], []

@@ -93,9 +93,7 @@ def bind(socket: Socket, address: str, keys: Path | None) -> ThreadAuthenticator
     except zmq.ZMQError as error:
         if authenticator is not None:
             authenticator.stop()
-        raise ServeError(
-            f"can't listen on {address}: {error}; is another router or worker using it?"
-        ) from error
+        raise ServeError(f"can't listen on {address}: {error}; is another router or worker using it?") from error
     return authenticator
 
 

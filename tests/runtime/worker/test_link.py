@@ -50,10 +50,10 @@ class Links:
         self.opened: list[RouterLink | LeaderLink] = []
         self.heard: dict[int, list[object]] = {}
 
-    def router(self, epoch: str = "e1", **options) -> RouterLink:
+    def router(self, epoch: str = "e1", **options):
         return self._open(RouterLink(self.address, epoch=epoch, wake=lambda: None, **options))
 
-    def leader(self, generation: str = "0001-a", **options) -> LeaderLink:
+    def leader(self, generation: str = "0001-a", **options):
         return self._open(LeaderLink(hello(generation), self.address, wake=lambda: None, **options))
 
     def _open(self, link):
@@ -204,9 +204,7 @@ def test_work_decided_for_a_generation_does_not_reach_its_successor(links):
 def test_junk_is_counted_and_harms_nobody(links):
     router, leader = links.router(), links.leader()
     links.until(leader, Registered)
-    nonsense = Envelope(
-        instance="decode_0", generation="9", epoch="x", seq=0, ack=0, kind="??", body=msgspec.Raw(b"")
-    )
+    nonsense = Envelope(instance="decode_0", generation="9", epoch="x", seq=0, ack=0, kind="??", body=msgspec.Raw(b""))
     context = zmq.Context()
     with context.socket(zmq.DEALER) as socket:
         socket.connect(links.address)

@@ -18,9 +18,7 @@ EVENTS = (
     core.ChunkReady(request_id=1, attempt=1, ready_tokens=64, chunk=b"c"),
     core.Sealed(request_id=1, attempt=1, first_index=0, token=5, log_prob=None, finish="stop", seal=b"s"),
     core.TransferBegun(request_id=2, attempt=1),
-    core.TransferDone(
-        request_id=2, attempt=1, bytes_moved=10, chunks=1, seconds=0.1, exposed_s=0.0, path="shm"
-    ),
+    core.TransferDone(request_id=2, attempt=1, bytes_moved=10, chunks=1, seconds=0.1, exposed_s=0.0, path="shm"),
     core.TransferFailed(request_id=3, attempt=2, code="lease_lost", reason="gone", retryable=False),
     core.Tokens(request_id=4, attempt=1, first_index=9, ids=(1, 2), log_probs=(-0.5, -1.5), finish="length"),
     core.Drained(request_id=5, attempt=1),
@@ -38,9 +36,7 @@ REQUEST = EngineRequest(
 
 
 def envelope(kind: str = "StepMessage", body: bytes = b"\x90", seq: int = 3) -> Envelope:
-    return Envelope(
-        instance="decode_0", generation="g", epoch="e", seq=seq, ack=2, kind=kind, body=msgspec.Raw(body)
-    )
+    return Envelope(instance="decode_0", generation="g", epoch="e", seq=seq, ack=2, kind=kind, body=msgspec.Raw(body))
 
 
 def test_a_step_brings_every_kind_of_event_through_unchanged():
