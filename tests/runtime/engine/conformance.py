@@ -202,6 +202,9 @@ class EngineConformance:
     @BOTH
     def test_handing_the_kv_over_changes_no_token(self, make_engine, driver, sampling):
         source, sink = Driver(make_engine()), Driver(make_engine())
+        for key in ((97, 1), (98, 1), (99, 1)):  # so that the two have the prompt in different blocks
+            sink.engine.kv.reserve(key, 20, peak_tokens=30)
+        sink.engine.kv.free((98, 1))
         for number, tokens in enumerate((1, 31, 32, 33, 100), start=1):
             what = request(number, prompt(tokens), sampling=sampling)
             assert hand_over(source, sink, what) == driver.run(what)
