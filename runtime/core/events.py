@@ -147,7 +147,15 @@ class Rejected:
 
 
 InstanceEvent = (
-    Offered | ChunkReady | Sealed | TransferBegun | TransferDone | TransferFailed | Tokens | Drained | Rejected
+    Offered
+    | ChunkReady
+    | Sealed
+    | TransferBegun
+    | TransferDone
+    | TransferFailed
+    | Tokens
+    | Drained
+    | Rejected
 )
 
 
