@@ -43,7 +43,7 @@ class TextLayer:
         path = directory / "tokenizer.json"
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # noqa: BLE001 - the library raises bare Exception for every fault
+        except Exception as error:  # the library raises bare Exception
             raise EngineError(
                 f"tokenizer {path} can't be read: {error}; build again with `trtpd build`"
             ) from error
