@@ -1,7 +1,7 @@
 """What a client asks of `pd`: tensors in, a checked request out. Pure; knows nothing of Triton.
 
-Names, types and meanings are those of the TensorRT-LLM backend's ensemble. An input we can't honour is refused
-by name unless it holds the value that changes nothing; an unknown one is refused with the nearest known name.
+Names, types and meanings are those of the TensorRT-LLM backend's ensemble. An input we can't honour is
+refused by name unless its value changes nothing; an unknown one is refused with the nearest known name.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ def parse(
         stops=_stops(inputs),
         sampling=_sampling(inputs, limits, drawn_seed),
         stream=stream,
-        # Without streaming the backend's clients get their prompt back unless they decline it; with it, never.
-        echo=not stream and not inputs.flag("exclude_input_in_output"),
+        # As the backend does it: without streaming a raw prompt comes back unless declined; with it, never.
+        echo=not stream and "text_input" in tensors and not inputs.flag("exclude_input_in_output"),
         log_probs=inputs.flag("return_log_probs"),
         count_input=inputs.flag("return_num_input_tokens"),
         count_output=inputs.flag("return_num_output_tokens"),
@@ -161,8 +161,8 @@ def tokenise(asked: Asked, text: TextLayer, limits: ModelLimits) -> tuple[int, .
         raise RequestError("the prompt is empty: text_input gives no token")
     if len(ids) + asked.max_tokens > limits.max_seq_tokens:
         raise RequestError(
-            f"the prompt has {len(ids):,} tokens and max_tokens is {asked.max_tokens:,}; together they must not "
-            f"exceed {limits.max_seq_tokens:,}: shorten the prompt or lower max_tokens"
+            f"the prompt has {len(ids):,} tokens and max_tokens is {asked.max_tokens:,}; together they must "
+            f"not exceed {limits.max_seq_tokens:,}: shorten the prompt or lower max_tokens"
         )
     return ids
 
