@@ -31,13 +31,14 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """The last response of a stream: why it ended, or the failure."""
+    """The last response of a stream: why it ended, or the failure. `cancelled`: nobody waits for it."""
 
     finish_reason: str = ""
     timeline: str = ""
     prompt_tokens: int = 0
     output_tokens: int = 0
     cum_log_prob: float = 0.0
+    cancelled: bool = False
     failure: Failure | None = None
 
 

@@ -1,14 +1,15 @@
 """Custom metrics of `pd` on Triton's metrics port.
 
-Every change of a Triton metric is a message to the server, so the driver counts in plain Python and a thread of
-its own passes the sums on.
+Every change of a Triton metric is a message to the server, so the driver counts in plain Python and a thread
+of its own passes the sums on.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
+from collections import defaultdict
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
 from trtpd.runtime.serve.timeline import TimelineReport
@@ -54,13 +55,13 @@ class Backend(Protocol):
 
 
 class Metrics:
-    """Counts for one model. `count`, `ended` and `gauge` are cheap and thread-safe; `flush` does the talking."""
+    """Counts for one model. `count`, `ended`, `gauge` are cheap and thread-safe; `flush` talks to Triton."""
 
     def __init__(self, backend: Backend, model: str) -> None:
         self._backend = backend
         self._model = model
         self._lock = threading.Lock()
-        self._counts: Counter[tuple[str, Labels]] = Counter()
+        self._counts: defaultdict[tuple[str, Labels], float] = defaultdict(float)
         self._observed: list[tuple[str, Labels, float]] = []
         self._gauges: dict[tuple[str, Labels], float] = {}
         self._sent_gauges: dict[tuple[str, Labels], float] = {}
@@ -78,11 +79,21 @@ class Metrics:
 
     def count(self, name: str, value: float = 1, **labels: str) -> None:
         with self._lock:
-            self._counts[(name, self._labels(labels))] += value  # type: ignore[assignment]
+            self._counts[(name, self._labels(labels))] += value
 
     def gauge(self, name: str, value: float, **labels: str) -> None:
         with self._lock:
             self._gauges[(name, self._labels(labels))] = value
+
+    def gauges(self, router: Mapping[str, Any], *, up: Collection[str]) -> None:
+        """What the router's snapshot says now; `up` are the instances that are registered."""
+        self.gauge("trtpd_requests_in_flight", sum(router["requests"].values()))
+        self.gauge("trtpd_requests_queued", router["queued"])
+        for view in router["instances"]:
+            name = view["name"]
+            self.gauge("trtpd_instance_up", float(name in up), instance=name)
+            self.gauge("trtpd_kv_blocks_free", view["kv_blocks_free"], instance=name)
+            self.gauge("trtpd_instance_running", view["running"], instance=name)
 
     def ended(self, timeline: TimelineReport, *, state: str, reason: str) -> None:
         """A request reached its end."""
@@ -106,7 +117,7 @@ class Metrics:
     def flush(self) -> None:
         """Passes on everything counted since the last call."""
         with self._lock:
-            counts, self._counts = self._counts, Counter()
+            counts, self._counts = self._counts, defaultdict(float)
             observed, self._observed = self._observed, []
             gauges = {k: v for k, v in self._gauges.items() if self._sent_gauges.get(k) != v}
             self._sent_gauges |= gauges

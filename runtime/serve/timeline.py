@@ -30,8 +30,9 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True):
 class TimelineReport(msgspec.Struct, frozen=True, kw_only=True):
     """Durations in ms, None where the request never came so far.
 
-    `ttft_ms` runs from arrival to the first token; `prefill_ms` is the part of it in which the prompt was computed;
-    `second_token_ms` is the gap behind the first token, which carries the hand-off; `tpot_ms` the mean gap of all.
+    `ttft_ms` runs from arrival to the first token; `prefill_ms` is the part of it in which the prompt was
+    computed; `second_token_ms` is the gap behind the first token, which carries the hand-off; `tpot_ms` is
+    the mean of all gaps.
     """
 
     finish: str
@@ -105,9 +106,12 @@ def render(timeline: TimelineReport) -> str:
     lines += [
         f"  first token  {_text(timeline.ttft_ms)}   after arrival",
         f"  second token {_text(timeline.second_token_ms)}   after the first",
-        f"  later tokens {_text(timeline.tpot_ms)}   each" + (f", on {who.decode or who.prefill}" if who else ""),
+        f"  later tokens {_text(timeline.tpot_ms)}   each"
+        + (f", on {who.decode or who.prefill}" if who else ""),
     ]
-    lines += [f"  given up     {a.prefill} → {a.decode or a.prefill}: {a.outcome}" for a in timeline.attempts[:-1]]
+    lines += [
+        f"  given up     {a.prefill} → {a.decode or a.prefill}: {a.outcome}" for a in timeline.attempts[:-1]
+    ]
     return "\n".join(lines)
 
 
