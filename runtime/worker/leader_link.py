@@ -164,11 +164,7 @@ class LeaderLink:
             log.warning("dropped a frame from the router: %s", error)
 
     def _on_envelope(self, envelope: Envelope) -> None:
-        if (
-            envelope.instance != self._hello.instance
-            or envelope.generation != self.generation
-            or self._dismissed
-        ):
+        if envelope.instance != self._hello.instance or envelope.generation != self.generation or self._dismissed:
             return
         session = self._session
         if envelope.seq == 0 and envelope.kind in ("Welcome", "Reregister", "Refused"):
@@ -251,9 +247,7 @@ class LeaderLink:
         elif event == zmq.EVENT_DISCONNECTED:
             self._down_s = self._clock()
         elif event in (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL):
-            log.warning(
-                "the router does not accept this worker's key; is its public half in the router's workers/?"
-            )
+            log.warning("the router does not accept this worker's key; is its public half in the router's workers/?")
 
     def _put(self, frame: bytes) -> None:
         send_now(self._socket, [frame])

@@ -2,8 +2,8 @@
 
 Each end has a thread of its own, so heartbeats go out while its owner computes, and hands over what came in
 through a queue the owner drains in its thread, after `wake`. A leader says Hello until it is welcomed; from
-then on both speak in a session. Whoever finds the session broken ends it, and the leader registers again under
-a new generation, having dropped the session's work.
+then on both speak in a session. Whoever finds the session broken ends it, and the leader registers again
+under a new generation, having dropped the session's work.
 """
 
 from __future__ import annotations

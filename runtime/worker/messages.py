@@ -171,9 +171,7 @@ def pack(envelope: Envelope) -> bytes:
 def unpack(frame: bytes) -> Envelope:
     """The envelope in a frame. Raises WireError for anything that is not one of this protocol."""
     if len(frame) > LIMIT_BYTES:
-        raise WireError(
-            f"a frame of {len(frame)} bytes is longer than the {LIMIT_BYTES} bytes a message may have"
-        )
+        raise WireError(f"a frame of {len(frame)} bytes is longer than the {LIMIT_BYTES} bytes a message may have")
     envelope: Envelope = _decode("frame", frame, Envelope)
     if envelope.protocol != PROTOCOL:
         raise WireError(

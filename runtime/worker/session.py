@@ -1,8 +1,8 @@
 """One side of a session between router and leader: numbered, in order, once. No sockets, no clock.
 
 The receiver drives repair: it sees a gap in the numbers, or learns from a heartbeat that more was sent than
-came, and asks for what is missing until it has it. The sender keeps every message until it is acknowledged. So
-over a link that drops, doubles and reorders, everything arrives once and in order, or the peer is lost.
+came, and asks for what is missing until it has it. The sender keeps every message until it is acknowledged.
+So over a link that drops, doubles and reorders, everything arrives once and in order, or the peer is lost.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class Numbered:
 
 
 class Channel:
-    """The numbering of one side. `sent`: the highest number given; `received`: the highest received in order."""
+    """The numbering of one side. `sent`: the highest number given; `received`: the highest received in
+    order."""
 
     def __init__(self) -> None:
         self.sent = 0
@@ -149,9 +150,7 @@ class Session:
             self._watch_gap(now_s)
             return [], []
         if isinstance(message, Resend):
-            again = [
-                self._frame(m.seq, m.kind, m.body) for m in self._channel.again(message.first, message.last)
-            ]
+            again = [self._frame(m.seq, m.kind, m.body) for m in self._channel.again(message.first, message.last)]
             self.resent += len(again)
             return [], again
         return [message], []

