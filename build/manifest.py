@@ -10,13 +10,20 @@ BUILD/
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
+from trtpd import __version__
+from trtpd.build.machine import cpu_features, installed_version
+from trtpd.errors import EngineError, InputError, LayoutError
 from trtpd.kv_transfer.layout import KVLayout
 
 FORMAT = 1
+MANIFEST = "manifest.json"
+ENGINE_CONFIG = "config.json"
+REBUILD = "build it again with `trtpd build pipeline.yaml --force`"
+_ENGINE_PACKAGES = {"openvino": ("openvino",)}
 RoleName = Literal["prefill", "decode", "mixed"]
 Precision = Literal["f32", "bf16", "int8"]
 
@@ -51,7 +58,8 @@ class RoleProfile(msgspec.Struct, frozen=True, kw_only=True):
     """What makes a role's engine its own. Made by roles.py.
 
     `max_step_tokens`: tokens one step may compute · `chunk_tokens`: of one prompt in one step · `max_batch`:
-    sequences running at once · `kv_blocks`: size of the KV pool · `threads` and `cores` (CPU numbers, empty: any).
+    sequences running at once · `kv_blocks`: size of the KV pool · `threads` and `cores` (CPU numbers, empty:
+    any).
     """
 
     max_step_tokens: int
@@ -63,7 +71,11 @@ class RoleProfile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """config.json of an engine directory: all an engine needs besides its weights."""
+    """config.json of an engine directory: all an engine needs besides its weights.
+
+    `fingerprint` and `pair_fingerprint` as in RoleEntry and Manifest: the second is what two instances of a
+    pair must share, and what an instance tells the router.
+    """
 
     format: int
     engine: str
@@ -80,14 +92,22 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str]
     cpu_features: tuple[str, ...]
     emulated: dict[str, float] = {}
+    pair_fingerprint: str = ""
 
     @property
     def pairing_key(self) -> str:
         return self.layout.pairing_key
 
 
+class _FormatOnly(msgspec.Struct, frozen=True):
+    format: int = 0
+
+
 class RoleEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One role in the manifest. `fingerprint` covers weights, layout, versions and build settings."""
+    """One role in the manifest. `fingerprint` covers weights, layout, versions and build settings.
+
+    `cores` says for each instance which CPUs are its own (absent: the profile's).
+    """
 
     directory: str
     fingerprint: str
@@ -95,6 +115,7 @@ class RoleEntry(msgspec.Struct, frozen=True, kw_only=True):
     precision: Precision
     layout: KVLayout
     instances: tuple[str, ...]
+    cores: dict[str, tuple[int, ...]] = {}
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,10 +133,80 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_manifest(build: Path) -> Manifest:
-    """Raises InputError if `build` is not a build directory of this format (value and mend in the message)."""
-    raise NotImplementedError
+    """Raises InputError if `build` is not a build directory of this format (value and mend in the
+    message)."""
+    path = build / MANIFEST
+    if not build.is_dir():
+        raise InputError(
+            f"{build}: no such build directory; make one with `trtpd build pipeline.yaml -o {build}`"
+        )
+    if not path.is_file():
+        raise InputError(f"{build}: not a build directory ({MANIFEST} is missing); {REBUILD}")
+    try:
+        return _decode(path, Manifest)
+    except (OSError, ValueError, LayoutError) as error:
+        raise InputError(f"{path}: {error}; {REBUILD}") from error
 
 
 def read_engine_config(directory: Path) -> EngineConfig:
     """Raises EngineError if missing, truncated or of another format."""
-    raise NotImplementedError
+    path = directory / ENGINE_CONFIG
+    try:
+        return _decode(path, EngineConfig)
+    except FileNotFoundError as error:
+        raise EngineError(
+            f"{directory}: not an engine directory ({ENGINE_CONFIG} is missing); {REBUILD}"
+        ) from error
+    except (OSError, ValueError, LayoutError) as error:
+        raise EngineError(f"{path}: {error}; {REBUILD}") from error
+
+
+def write_json(path: Path, value: Manifest | EngineConfig) -> None:
+    """Writes one of the two files, readable for people."""
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
+
+
+def current_versions(engine: str) -> dict[str, str]:
+    """Versions that a build for `engine` depends on, as installed now."""
+    packages = _ENGINE_PACKAGES.get(engine, ())
+    return {"trtpd": __version__} | {package: installed_version(package) for package in packages}
+
+
+def current_features(engine: str) -> tuple[str, ...]:
+    """CPU features that a build for `engine` depends on, as found here. Raises EngineError."""
+    return cpu_features(openvino=True) if engine == "openvino" else ()
+
+
+def load_faults(config: EngineConfig) -> list[str]:
+    """Why an engine can't be loaded here, one phrase each; empty if it can.
+
+    A CPU that lacks a feature of the build's is a fault, one that has more is not.
+    """
+    now = current_versions(config.engine)
+    faults = [
+        f"built with {package} {built}, here is {now.get(package, 'none')}"
+        for package, built in config.versions.items()
+        if now.get(package, "none") != built
+    ]
+    missing = sorted(set(config.cpu_features) - set(current_features(config.engine)))
+    if missing:
+        faults.append(f"built on a CPU with {', '.join(missing)}, which this one lacks")
+    return faults
+
+
+def check_loadable(config: EngineConfig) -> None:
+    """Raises EngineError, in one line with the mend, if versions or CPU features differ from the build's."""
+    if faults := load_faults(config):
+        raise EngineError(f"{config.role} engine of {config.model}: {'; '.join(faults)}; {REBUILD}")
+
+
+_Kind = TypeVar("_Kind", Manifest, EngineConfig)
+
+
+def _decode(path: Path, kind: type[_Kind]) -> _Kind:
+    """Checks the format before anything else, so that another version is called that and not a broken file."""
+    raw = path.read_bytes()
+    found = msgspec.json.decode(raw, type=_FormatOnly).format
+    if found != FORMAT:
+        raise ValueError(f"build format {found}, this trtpd ({__version__}) reads format {FORMAT}")
+    return msgspec.json.decode(raw, type=kind)

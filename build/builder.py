@@ -1,0 +1,169 @@
+"""`trtpd build`: from a pipeline file to a build directory, whole or not at all.
+
+A build is made beside its place: what is unchanged is linked from the former build, the rest is written, and
+one rename exchanges the two. Until that instant, whatever happens, the former build stays as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from trtpd.build.backends import openvino
+from trtpd.build.checkpoint import Checkpoint
+from trtpd.build.files import link_or_copy, link_tree, locked, staged, translated
+from trtpd.build.lint import lint_spec, open_model
+from trtpd.build.machine import Machine, this_machine
+from trtpd.build.manifest import ENGINE_CONFIG, MANIFEST, Manifest, RoleName, read_manifest, write_json
+from trtpd.build.planning import Action, BuildPlan, Former, RolePlan, plan_build
+from trtpd.build.resolve import resolve
+from trtpd.build.spec import ROLES, PipelineSpec
+from trtpd.errors import BuildError, InputError, SpecError
+
+Progress = Callable[[str, int, int], None]
+"""(stage, done, total) in bytes; total is 0 where it isn't known."""
+
+Render = Callable[[Path, Manifest], None]
+"""Writes the Triton model repository into a build directory, which is moved to its place afterwards."""
+
+_DONE: dict[Action, str] = {
+    "write": "written",
+    "link": "settings written, weights linked",
+    "keep": "unchanged",
+}
+_TO_DO: dict[Action, str] = {"write": "to be written", "link": "settings to be written", "keep": "unchanged"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildResult:
+    """What was done, or with `dry_run` would be done."""
+
+    out: Path
+    plan: BuildPlan
+    dry_run: bool
+
+    def summary(self) -> str:
+        """One line for each role."""
+        words = _TO_DO if self.dry_run else _DONE
+        lines = []
+        for plan in self.plan.roles:
+            config, instances = plan.config, len(self.plan.manifest.roles[plan.role].instances)
+            lines.append(
+                f"{plan.role}: {words[plan.action]} ({config.engine}, {config.precision} weights, "
+                f"{config.layout.dtype} KV in {config.profile.kv_blocks} blocks of "
+                f"{config.layout.tokens_per_block}, "
+                f"steps of {config.profile.max_step_tokens} tokens, batch {config.profile.max_batch}, "
+                f"{instances} instance{'' if instances == 1 else 's'})"
+            )
+        return "\n".join(lines)
+
+
+def _no_progress(stage: str, done: int, total: int) -> None:
+    """Says nothing."""
+
+
+def _render(build: Path, manifest: Manifest) -> None:
+    from trtpd.build import repository
+
+    repository.render(build, manifest)
+
+
+def build(
+    spec: PipelineSpec,
+    out: Path,
+    *,
+    role: RoleName | None = None,
+    force: bool = False,
+    dry_run: bool = False,
+    progress: Progress = _no_progress,
+    machine: Machine | None = None,
+    render: Render = _render,
+) -> BuildResult:
+    """Builds `spec` into the folder `out`; blocks while another build of it runs.
+
+    `role` builds only that one and keeps the others of the former build as they are; `force` writes even
+    what is unchanged; `dry_run` only says what would be done. Raises SpecError for what lint calls an error,
+    CheckpointError for a bad model, BuildError if `out` can't be written or holds something else.
+    """
+    machine = machine or this_machine(openvino=spec.engine == "openvino")
+    checkpoint = open_model(spec)
+    refuse_errors(spec, checkpoint, machine)
+    out = out.resolve()
+    pipeline = resolve(spec, checkpoint.architecture, machine)
+    with (
+        translated(f"build {out}", BuildError),
+        locked(out.with_name(f".{out.name}.lock"), lambda: progress("waiting for another build", 0, 0)),
+    ):
+        former = _former(out)
+        progress("reading the model", 0, 0)
+        plan = plan_build(pipeline, checkpoint, former, role=role, force=force)
+        if not dry_run:
+            _make(out, plan, checkpoint, render, progress)
+    return BuildResult(out=out, plan=plan, dry_run=dry_run)
+
+
+def refuse_errors(spec: PipelineSpec, checkpoint: Checkpoint, machine: Machine) -> None:
+    """Raises SpecError, in one line, if lint finds an error."""
+    errors = [finding for finding in lint_spec(spec, checkpoint, machine) if finding.severity == "error"]
+    if errors:
+        raise SpecError("; ".join(f"{one.where}: {one.message}: {one.mend} [{one.code}]" for one in errors))
+
+
+def _former(out: Path) -> Former | None:
+    """The build at `out`, None if there is none that can be used. Raises BuildError if `out` is something
+    else, which a build would destroy."""
+    if not out.exists():
+        return None
+    if not out.is_dir() or (any(out.iterdir()) and not (out / MANIFEST).is_file()):
+        raise BuildError(f"{out}: exists and is not a build directory; name another one with -o")
+    try:
+        return Former(folder=out, manifest=read_manifest(out))
+    except InputError:
+        return None
+
+
+def _make(out: Path, plan: BuildPlan, checkpoint: Checkpoint, render: Render, progress: Progress) -> None:
+    with staged(out) as new:
+        _carry_over(out, new, plan)
+        for role in plan.roles:
+            _make_role(role, out, new, checkpoint, progress)
+        (new / "tokenizer").mkdir()
+        checkpoint.source.write_tokenizer(new / "tokenizer")
+        progress("model repository", 0, 0)
+        render(new, plan.manifest)
+        write_json(new / MANIFEST, plan.manifest)
+
+
+def _carry_over(out: Path, new: Path, plan: BuildPlan) -> None:
+    """Links what stays: roles that aren't being built, and whatever the user keeps in the folder."""
+    made = {MANIFEST, "tokenizer", "model_repo", *(role.role for role in plan.roles)}
+    gone = {role for role in ROLES if role not in plan.manifest.roles}
+    for path in out.iterdir() if out.is_dir() else ():
+        if path.name in made | gone:
+            continue
+        if path.is_dir():
+            link_tree(path, new / path.name)
+        else:
+            link_or_copy(path, new / path.name)
+
+
+def _make_role(plan: RolePlan, out: Path, new: Path, checkpoint: Checkpoint, progress: Progress) -> None:
+    if plan.action == "keep":
+        link_tree(out / plan.role, new / plan.role)
+        return
+    directory = new / plan.role
+    directory.mkdir()
+    write_json(directory / ENGINE_CONFIG, plan.config)
+    if plan.linked_role is not None:
+        source = (new if plan.from_new else out) / plan.linked_role
+        link_or_copy(source / openvino.WEIGHTS_FILE, directory / openvino.WEIGHTS_FILE)
+    elif plan.weights is not None:
+        openvino.write_weights(
+            checkpoint,
+            plan.config.architecture,
+            plan.config.precision,
+            directory,
+            key=plan.weights,
+            progress=lambda done, total: progress(f"{plan.role} weights", done, total),
+        )

@@ -1,0 +1,295 @@
+"""What can't work together in a pipeline, found before it is built or served. Pure: one function per
+concern."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from trtpd.build.engines import ENGINES, EngineName, weights_bytes
+from trtpd.build.machine import Machine
+from trtpd.build.manifest import Architecture
+from trtpd.build.resolve import ResolvedPipeline, ResolvedRole
+
+Severity = Literal["error", "warning"]
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Something that can't work (error) or likely isn't meant (warning). `values` are the two that clash,
+    `where` is a key of the pipeline file or a path inside a build."""
+
+    code: str
+    severity: Severity
+    where: str
+    values: tuple[str, str]
+    message: str
+    mend: str
+
+    def __str__(self) -> str:
+        return f"{self.severity} [{self.code}] {self.where}: {self.message}; {self.mend}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployment:
+    """What the checks look at: the same for a pipeline file and for a build."""
+
+    engine: EngineName
+    architecture: Architecture
+    max_seq_tokens: int
+    roles: tuple[ResolvedRole, ...]
+
+    @classmethod
+    def of(cls, pipeline: ResolvedPipeline) -> Deployment:
+        return cls(
+            engine=pipeline.engine,
+            architecture=pipeline.architecture,
+            max_seq_tokens=pipeline.max_seq_tokens,
+            roles=tuple(pipeline.roles.values()),
+        )
+
+
+def check(deployment: Deployment, machine: Machine) -> list[Finding]:
+    """All findings, errors first."""
+    found = [finding for checker in _CHECKERS for finding in checker(deployment, machine)]
+    return sorted(found, key=lambda finding: finding.severity != "error")
+
+
+def _error(code: str, where: str, values: tuple[object, object], message: str, mend: str) -> Finding:
+    pair = (str(values[0]), str(values[1]))
+    return Finding(code=code, severity="error", where=where, values=pair, message=message, mend=mend)
+
+
+def _warning(code: str, where: str, values: tuple[object, object], message: str, mend: str) -> Finding:
+    pair = (str(values[0]), str(values[1]))
+    return Finding(code=code, severity="warning", where=where, values=pair, message=message, mend=mend)
+
+
+def _engine(deployment: Deployment, machine: Machine) -> Iterator[Finding]:
+    if not ENGINES[deployment.engine].buildable:
+        built = [name for name, rules in ENGINES.items() if rules.buildable]
+        yield _error(
+            "engine_not_built",
+            "engine",
+            (deployment.engine, ", ".join(built)),
+            f"this version of trtpd doesn't build {deployment.engine} engines yet",
+            f"use engine: {built[0]}",
+        )
+
+
+def _kv_dtypes(deployment: Deployment, machine: Machine) -> Iterator[Finding]:
+    rules, first = ENGINES[deployment.engine], deployment.roles[0]
+    for role in deployment.roles:
+        where, dtype = f"pools.{role.role}.kv_dtype", role.layout.dtype
+        if dtype != first.layout.dtype:
+            yield _error(
+                "kv_dtype_differs",
+                where,
+                (first.layout.dtype, dtype),
+                f"{first.role} has {first.layout.dtype} KV and {role.role} {dtype}, so KV can't move "
+                "between them",
+                "give one dtype as kv.dtype and leave the pools' kv_dtype at auto",
+            )
+        feature = rules.kv_dtypes.get(dtype)
+        if dtype not in rules.kv_dtypes:
+            yield _error(
+                "kv_dtype_unsupported",
+                where,
+                (dtype, ", ".join(rules.kv_dtypes)),
+                f"{deployment.engine} has no {dtype} KV",
+                f"use kv.dtype: {next(iter(rules.kv_dtypes))}",
+            )
+        elif feature is not None and feature not in machine.cpu_features:
+            yield _error(
+                "kv_dtype_cpu",
+                where,
+                (dtype, ", ".join(machine.cpu_features)),
+                f"{dtype} KV needs a CPU that computes in {feature.upper()}; on this one results would be "
+                "wrong",
+                "use kv.dtype: f32 (weights may still be bf16 or int8)",
+            )
+
+
+def _tokens_per_block(deployment: Deployment, machine: Machine) -> Iterator[Finding]:
+    allowed, found = ENGINES[deployment.engine].tokens_per_block, deployment.roles[0].layout.tokens_per_block
+    if allowed is not None and found not in allowed:
+        choice = ", ".join(map(str, allowed))
+        yield _error(
+            "tokens_per_block",
+            "kv.tokens_per_block",
+            (found, choice),
+            f"is {found}; {deployment.engine} has blocks of {choice} tokens",
+            "leave it at auto",
+        )
+
+
+def _tp(deployment: Deployment, machine: Machine) -> Iterator[Finding]:
+    limit, heads = ENGINES[deployment.engine].max_tp, deployment.architecture.num_attention_heads
+    for role in deployment.roles:
+        where = f"pools.{role.role}.tp"
+        if limit is not None and role.tp > limit:
+            yield _error(
+                "tp_unsupported",
+                where,
+                (role.tp, limit),
+                f"is {role.tp}; {deployment.engine} engines have at most {limit} in this version",
+                f"set it to {limit} and raise instances instead",
+            )
+        if role.tp > heads:
+            yield _error(
+                "tp_heads",
+                where,
+                (role.tp, heads),
+                f"is {role.tp}, but the model has {heads} attention heads to share out",
+                f"set it to {heads} or less",
+            )
+
+
+def _cores(deployment: Deployment, machine: Machine) -> Iterator[Finding]:
+    owner: dict[int, str] = {}
+    here = ", ".join(map(str, machine.cores))
+    if not ENGINES[deployment.engine].on_cpu:
+        return
+    for role in deployment.roles:
+        where, cores = f"pools.{role.role}.cores", role.profile.cores
+        absent = [core for core in cores if core not in machine.cores]
+        if absent:
+            yield _error(
+                "cores_missing",
+                where,
+                (", ".join(map(str, absent)), here),
+                f"names CPU {', '.join(map(str, absent))}; this machine lets us use {here}",
+                "name CPUs that are there, or leave it at auto",
+            )
+        if not role.instances:
+            continue
+        shared = {owner[core]: core for core in cores if core in owner}
+        for other, core in shared.items():
+            yield _warning(
+                "cores_shared",
+                where,
+                (other, role.role),
+                f"CPU {core} belongs to {other} as well, so the two slow each other down",
+                "give each pool CPUs of its own",
+            )
+        owner |= dict.fromkeys(cores, role.role)
+        share = max(1, len(cores) // len(role.instances))
+        if role.profile.threads > share:
+            yield _warning(
+                "threads_over_cores",
+                f"pools.{role.role}.threads",
+                (role.profile.threads, share),
+                f"is {role.profile.threads}, but an instance has {share} of the pool's {len(cores)} CPUs",
+                f"set it to {share} or leave it at auto",
+            )
+
+
+def _steps(deployment: Deployment, machine: Machine) -> Iterator[Finding]:
+    for role in deployment.roles:
+        profile = role.profile
+        if profile.max_step_tokens < profile.max_batch:
+            yield _error(
+                "step_below_batch",
+                f"pools.{role.role}.max_step_tokens",
+                (profile.max_step_tokens, profile.max_batch),
+                f"is {profile.max_step_tokens}; a batch of {profile.max_batch} needs that many tokens a step",
+                "raise it, or lower max_batch",
+            )
+        if profile.chunk_tokens > profile.max_step_tokens:
+            yield _error(
+                "chunk_above_step",
+                f"pools.{role.role}.chunk_tokens",
+                (profile.chunk_tokens, profile.max_step_tokens),
+                f"is {profile.chunk_tokens}; a step computes at most {profile.max_step_tokens} tokens",
+                "lower it, or raise max_step_tokens",
+            )
+
+
+def _sequence(deployment: Deployment, machine: Machine) -> Iterator[Finding]:
+    longest, known = deployment.max_seq_tokens, deployment.architecture.max_position_embeddings
+    if longest > known:
+        yield _error(
+            "max_seq_tokens",
+            "kv.max_seq_tokens",
+            (longest, known),
+            f"is {longest}; the model knows {known} positions (max_position_embeddings)",
+            f"set it to {known} or less",
+        )
+    for role in deployment.roles:
+        held = role.profile.kv_blocks * role.layout.tokens_per_block
+        if held < longest:
+            yield _error(
+                "kv_pool_small",
+                f"pools.{role.role}.kv_tokens",
+                (held, longest),
+                f"holds {held} tokens, less than one sequence of {longest}",
+                "raise it, or lower kv.max_seq_tokens",
+            )
+
+
+def _precisions(deployment: Deployment, machine: Machine) -> Iterator[Finding]:
+    first = deployment.roles[0]
+    for role in deployment.roles[1:]:
+        if role.precision != first.precision:
+            yield _warning(
+                "precision_differs",
+                f"pools.{role.role}.precision",
+                (first.precision, role.precision),
+                f"{first.role} has {first.precision} weights and {role.role} {role.precision}, so an "
+                "answer depends "
+                "on which of them computed it",
+                "use one precision unless you have measured the difference",
+            )
+
+
+def _room(deployment: Deployment, machine: Machine) -> Iterator[Finding]:
+    if not ENGINES[deployment.engine].on_cpu:
+        return
+    pools = sum(len(role.instances) * role.pool_bytes for role in deployment.roles)
+    weights = sum(
+        len(role.instances) * weights_bytes(deployment.engine, deployment.architecture, role.precision)
+        for role in deployment.roles
+    )
+    mend = "lower kv_tokens or the number of instances"
+    yield from _fits(
+        "shm_room", "the KV pools", "/dev/shm", pools, machine.shm_bytes, machine.shm_free_bytes, mend
+    )
+    yield from _fits(
+        "memory_room",
+        "weights and KV pools",
+        "memory",
+        weights + pools,
+        machine.memory_bytes,
+        machine.memory_free_bytes,
+        mend,
+    )
+
+
+def _fits(
+    code: str, what: str, place: str, needed_bytes: int, total_bytes: int, free_bytes: int, mend: str
+) -> Iterator[Finding]:
+    """An error if it can never fit; a warning if it doesn't now, since what fills it may be gone by then."""
+    needed = f"{needed_bytes // _MIB} MiB"
+    if needed_bytes > total_bytes:
+        size = f"{total_bytes // _MIB} MiB"
+        yield _error(code, "pools", (needed, size), f"{what} need {needed}; {place} has {size} in all", mend)
+    elif needed_bytes > free_bytes:
+        free = f"{free_bytes // _MIB} MiB"
+        yield _warning(
+            code, "pools", (needed, free), f"{what} need {needed}; {place} has {free} free now", mend
+        )
+
+
+_CHECKERS = (
+    _engine,
+    _kv_dtypes,
+    _tokens_per_block,
+    _tp,
+    _cores,
+    _steps,
+    _sequence,
+    _precisions,
+    _room,
+)

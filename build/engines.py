@@ -1,0 +1,112 @@
+"""What each kind of engine can do, as facts that the pipeline file is checked and completed against."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import msgspec
+
+from trtpd.build.manifest import Architecture, Precision
+from trtpd.kv_transfer.layout import KVDtype, KVLayout
+
+EngineName = Literal["openvino", "tensorrt_llm", "emulated"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRules:
+    """`kv_dtypes` maps each KV dtype to the CPU feature it needs (None: none). `tokens_per_block` None: any.
+
+    `max_tp` None: no bound. `pool_tokens` is the size of a KV pool that nobody asked otherwise. `buildable`
+    is False for an engine that pipeline files may name and this version doesn't build.
+    """
+
+    kv_dtypes: Mapping[KVDtype, str | None]
+    tokens_per_block: tuple[int, ...] | None
+    default_tokens_per_block: int
+    max_tp: int | None
+    pool_tokens: int
+    has_weights: bool = True
+    on_cpu: bool = True
+    buildable: bool = True
+    emulated_layout: KVLayout | None = field(default=None)
+
+
+ENGINES: dict[EngineName, EngineRules] = {
+    # Measured: without the CPU feature the paged-attention node returns garbage for that KV dtype, silently.
+    "openvino": EngineRules(
+        kv_dtypes={"f32": None, "bf16": "bf16", "f16": "fp16"},
+        tokens_per_block=(32,),
+        default_tokens_per_block=32,
+        max_tp=1,
+        pool_tokens=16_384,
+    ),
+    "tensorrt_llm": EngineRules(
+        kv_dtypes={"bf16": None, "f16": None},
+        tokens_per_block=(16, 32, 64, 128),
+        default_tokens_per_block=32,
+        max_tp=None,
+        pool_tokens=1_048_576,
+        on_cpu=False,
+        buildable=False,
+    ),
+    "emulated": EngineRules(
+        kv_dtypes={"f32": None},
+        tokens_per_block=None,
+        default_tokens_per_block=16,
+        max_tp=None,
+        pool_tokens=131_072,
+        has_weights=False,
+        emulated_layout=KVLayout(num_layers=2, kv_heads=2, head_dim=16, tokens_per_block=16, dtype="f32"),
+    ),
+}
+
+
+def engine_layout(
+    engine: EngineName, architecture: Architecture, *, tokens_per_block: int, dtype: KVDtype, tp: int
+) -> KVLayout:
+    """The KV layout an engine has for a model."""
+    if emulated := ENGINES[engine].emulated_layout:
+        return replace(emulated, tokens_per_block=tokens_per_block, tp=tp)
+    return KVLayout(
+        num_layers=architecture.num_hidden_layers,
+        kv_heads=architecture.num_key_value_heads,
+        head_dim=architecture.head_dim,
+        tokens_per_block=tokens_per_block,
+        dtype=dtype,
+        tp=tp,
+    )
+
+
+def engine_architecture(engine: EngineName, architecture: Architecture) -> Architecture:
+    """The architecture an engine computes: the model's own, or one just as large as an emulated KV layout."""
+    layout = ENGINES[engine].emulated_layout
+    if layout is None:
+        return architecture
+    return msgspec.structs.replace(
+        architecture,
+        num_hidden_layers=layout.num_layers,
+        num_attention_heads=layout.kv_heads,
+        num_key_value_heads=layout.kv_heads,
+        head_dim=layout.head_dim,
+        hidden_size=layout.kv_heads * layout.head_dim,
+        intermediate_size=4 * layout.kv_heads * layout.head_dim,
+        rope_scaling=None,
+    )
+
+
+WEIGHT_BYTES: dict[Precision, int] = {"f32": 4, "bf16": 2, "int8": 1}
+
+
+def weights_bytes(engine: EngineName, architecture: Architecture, precision: Precision) -> int:
+    """About how much memory one instance's weights take."""
+    if not ENGINES[engine].has_weights:
+        return 0
+    a = architecture
+    attention = 2 * a.hidden_size * a.head_dim * (a.num_attention_heads + a.num_key_value_heads)
+    layer = attention + 3 * a.hidden_size * a.intermediate_size
+    embedding = a.vocab_size * a.hidden_size
+    heads = 1 if not a.tie_word_embeddings or precision == "int8" else 0
+    linear = (a.num_hidden_layers * layer + heads * embedding) * WEIGHT_BYTES[precision]
+    return linear + embedding * max(2, WEIGHT_BYTES[precision])

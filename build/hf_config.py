@@ -1,0 +1,170 @@
+"""config.json of a Hugging Face folder, to and from Architecture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from trtpd.build.manifest import Architecture, RopeScaling
+from trtpd.errors import CheckpointError
+
+ARCHITECTURE = "LlamaForCausalLM"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises CheckpointError if missing, unreadable, not JSON or not an object."""
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: missing") from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: can't be read ({error.strerror or error})") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not valid JSON ({error}); it may be truncated") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: holds a {type(value).__name__}, not an object")
+    return value
+
+
+class _Fields:
+    """Typed access to a config's keys; errors name the file, the key and the value."""
+
+    def __init__(self, config: dict[str, Any], where: Path, prefix: str = "") -> None:
+        self._config = config
+        self._where = where
+        self._prefix = prefix
+
+    def _get(self, key: str, default: Any) -> Any:
+        value = self._config.get(key)
+        value = default if value is None else value
+        if value is None:
+            raise CheckpointError(f"{self._where}: {self._prefix}{key} is missing")
+        return value
+
+    def count(self, key: str, default: int | None = None) -> int:
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise CheckpointError(
+                f"{self._where}: {self._prefix}{key} is {json.dumps(value)}; it must be a whole number of "
+                "at least 1"
+            )
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise CheckpointError(
+                f"{self._where}: {self._prefix}{key} is {json.dumps(value)}; it must be a number above 0"
+            )
+        return float(value)
+
+    def must_be(self, key: str, wanted: Any) -> None:
+        value = self._config.get(key)
+        if value is not None and value != wanted:
+            raise CheckpointError(
+                f"{self._where}: {self._prefix}{key} is {json.dumps(value)}; only {json.dumps(wanted)} is "
+                "supported"
+            )
+
+
+def architecture_from_config(config: dict[str, Any], where: Path) -> Architecture:
+    """The architecture a config.json describes. Raises CheckpointError for anything but a plain Llama.
+
+    Takes `rope_theta` and `rope_scaling`, or the newer `rope_parameters` that holds both.
+    """
+    names = config.get("architectures") or [config.get("model_type", "nothing")]
+    if names != [ARCHITECTURE] and names != ["llama"]:
+        raise CheckpointError(
+            f"{where}: the model is {', '.join(map(str, names))}; only {ARCHITECTURE} is supported"
+        )
+    fields = _Fields(config, where)
+    fields.must_be("hidden_act", "silu")
+    fields.must_be("attention_bias", False)
+    fields.must_be("mlp_bias", False)
+    fields.must_be("quantization_config", {})
+    hidden, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
+    kv_heads = fields.count("num_key_value_heads", heads)
+    head_dim = fields.count("head_dim", hidden // heads or None)
+    if heads % kv_heads:
+        raise CheckpointError(
+            f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
+        )
+    if head_dim % 2:
+        raise CheckpointError(f"{where}: head_dim is {head_dim}; rotary embedding needs an even one")
+    rope_theta, rope_scaling = _rope(config, where)
+    return Architecture(
+        num_hidden_layers=fields.count("num_hidden_layers"),
+        hidden_size=hidden,
+        intermediate_size=fields.count("intermediate_size"),
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=fields.count("vocab_size"),
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        rope_theta=rope_theta,
+        max_position_embeddings=fields.count("max_position_embeddings", 2048),
+        tie_word_embeddings=_flag(config, "tie_word_embeddings", where),
+        rope_scaling=rope_scaling,
+    )
+
+
+def _flag(config: dict[str, Any], key: str, where: Path) -> bool:
+    value = config.get(key) or False
+    if not isinstance(value, bool):
+        raise CheckpointError(f"{where}: {key} is {json.dumps(value)}; it must be true or false")
+    return value
+
+
+def _rope(config: dict[str, Any], where: Path) -> tuple[float, RopeScaling | None]:
+    key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    scaling = config.get(key) or {}
+    if not isinstance(scaling, dict):
+        raise CheckpointError(f"{where}: {key} is {json.dumps(scaling)}; it must be an object")
+    theta_default = _Fields(config, where).number("rope_theta", 10000.0)
+    theta = _Fields(scaling, where, f"{key}.").number("rope_theta", theta_default)
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind == "default":
+        return theta, None
+    if kind != "llama3":
+        raise CheckpointError(
+            f'{where}: {key}.rope_type is {json.dumps(kind)}; only "default" and "llama3" are supported'
+        )
+    fields = _Fields(scaling, where, f"{key}.")
+    low, high = fields.number("low_freq_factor"), fields.number("high_freq_factor")
+    if not low < high:
+        raise CheckpointError(f"{where}: {key}.low_freq_factor {low} is not below high_freq_factor {high}")
+    return theta, RopeScaling(
+        factor=fields.number("factor"),
+        low_freq_factor=low,
+        high_freq_factor=high,
+        original_max_position_embeddings=fields.count("original_max_position_embeddings"),
+    )
+
+
+def config_from_architecture(architecture: Architecture, token_ids: dict[str, int]) -> dict[str, Any]:
+    """A config.json for an architecture; `token_ids` holds bos, eos and pad as far as they are known."""
+    a = architecture
+    config: dict[str, Any] = {
+        "architectures": [ARCHITECTURE],
+        "model_type": "llama",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "hidden_act": "silu",
+        "hidden_size": a.hidden_size,
+        "intermediate_size": a.intermediate_size,
+        "num_hidden_layers": a.num_hidden_layers,
+        "num_attention_heads": a.num_attention_heads,
+        "num_key_value_heads": a.num_key_value_heads,
+        "head_dim": a.head_dim,
+        "vocab_size": a.vocab_size,
+        "rms_norm_eps": a.rms_norm_eps,
+        "rope_theta": a.rope_theta,
+        "max_position_embeddings": a.max_position_embeddings,
+        "tie_word_embeddings": a.tie_word_embeddings,
+        "torch_dtype": "float32",
+    }
+    assert a.rope_scaling is None, "checkpoints we write come from GGUF files, which we refuse with scaling"
+    return config | {
+        f"{name}_token_id": token_ids[name] for name in ("bos", "eos", "pad") if name in token_ids
+    }

@@ -1,0 +1,110 @@
+"""What this machine has: cores, memory, room in /dev/shm, and what its CPU can compute with."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import psutil
+
+from trtpd.errors import EngineError
+
+SHM = Path("/dev/shm")
+_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+
+_CPU_FLAGS = (
+    "avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16",
+    "amx_tile", "amx_int8", "amx_bf16", "asimd", "sve",
+)  # fmt: skip
+_OPENVINO_CAPABILITIES = {"BF16": "bf16", "FP16": "fp16"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """One host as seen by this process: `cores` are those its affinity allows, memory is bounded by its
+    cgroup.
+
+    `cpu_features` are lower-case names; "bf16" and "fp16" among them say that OpenVINO computes in that type
+    here.
+    """
+
+    cores: tuple[int, ...]
+    memory_bytes: int
+    memory_free_bytes: int
+    shm_bytes: int
+    shm_free_bytes: int
+    cpu_features: tuple[str, ...]
+
+    @property
+    def bf16(self) -> bool:
+        return "bf16" in self.cpu_features
+
+    @property
+    def fp16(self) -> bool:
+        return "fp16" in self.cpu_features
+
+
+def this_machine(*, openvino: bool) -> Machine:
+    """Looks around. With `openvino` the features OpenVINO sees are asked for (which imports it, 0.3 s).
+
+    Raises EngineError if OpenVINO is asked for and can't be imported.
+    """
+    memory = psutil.virtual_memory()
+    limit = _cgroup_limit_bytes()
+    total = memory.total if limit is None else min(memory.total, limit)
+    shm = shutil.disk_usage(SHM) if SHM.is_dir() else None
+    return Machine(
+        cores=tuple(sorted(os.sched_getaffinity(0))),
+        memory_bytes=total,
+        memory_free_bytes=min(memory.available, total),
+        shm_bytes=shm.total if shm else 0,
+        shm_free_bytes=shm.free if shm else 0,
+        cpu_features=cpu_features(openvino=openvino),
+    )
+
+
+@cache
+def cpu_features(*, openvino: bool) -> tuple[str, ...]:
+    """The features of this CPU that matter to an engine, sorted. Raises as `this_machine`."""
+    flags = set(_cpu_flags()) & set(_CPU_FLAGS)
+    return tuple(sorted(flags | _openvino_features() if openvino else flags))
+
+
+@cache
+def installed_version(package: str) -> str:
+    """A package's installed version, "none" if it isn't installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def _cpu_flags() -> list[str]:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() in ("flags", "Features"):
+            return value.split()
+    return []
+
+
+def _openvino_features() -> set[str]:
+    try:
+        import openvino
+    except ImportError as error:
+        raise EngineError(f"OpenVINO can't be imported ({error}); reinstall trtpd") from error
+    found = openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    return {_OPENVINO_CAPABILITIES[name] for name in found if name in _OPENVINO_CAPABILITIES}
+
+
+def _cgroup_limit_bytes() -> int | None:
+    for path in _CGROUP_LIMITS:
+        try:
+            text = path.read_text().strip()
+        except OSError:
+            continue
+        return int(text) if text.isdigit() else None
+    return None

@@ -1,0 +1,207 @@
+"""PipelineSpec: the YAML file a user writes. Every key has a default or is named when it is missing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from trtpd.build.engines import EngineName
+from trtpd.build.manifest import RoleName
+from trtpd.build.spec_errors import SpecFile, describe
+from trtpd.errors import SpecError
+from trtpd.kv_transfer.layout import KVDtype
+
+ROLES: tuple[RoleName, ...] = ("prefill", "decode", "mixed")
+
+
+def _auto_is_none(value: Any) -> Any:
+    return None if value == "auto" else value
+
+
+Auto = BeforeValidator(_auto_is_none)
+"""Marks a field in which the file may say `auto`; inside, auto is None until `resolve` fills it in."""
+
+Count = Annotated[int, Field(ge=1)]
+AutoCount = Annotated[Count | None, Auto]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class PoolSpec(_Section):
+    """One pool: instances of one role, all alike."""
+
+    instances: Annotated[int, Field(ge=0, le=1024)] = Field(
+        default=1, description="how many instances run; 0 (mixed only) builds the engine and starts none"
+    )
+    tp: Count = Field(default=1, description="tensor-parallel ranks of one instance")
+    precision: Annotated[Literal["f32", "bf16", "int8"] | None, Auto] = Field(
+        default=None, description="weights of this role: f32, bf16, int8; auto: as `precision` above"
+    )
+    kv_dtype: Annotated[KVDtype | None, Auto] = Field(
+        default=None, description="auto: as kv.dtype; roles that exchange KV must agree"
+    )
+    cores: Annotated[Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None, Auto] = Field(
+        default=None,
+        description="CPUs of this pool, e.g. [0, 1], shared out among its instances; auto: an even split",
+    )
+    threads: AutoCount = Field(default=None, description="compute threads of one instance; auto: its cores")
+    max_batch: AutoCount = Field(default=None, description="sequences that run at once in one instance")
+    max_step_tokens: AutoCount = Field(
+        default=None, description="tokens one step may compute, over all sequences"
+    )
+    chunk_tokens: AutoCount = Field(default=None, description="tokens of one prompt computed in one step")
+    kv_tokens: AutoCount = Field(
+        default=None, description="tokens the KV pool of one instance holds; auto: by memory"
+    )
+
+
+class PoolsSpec(_Section):
+    """The pools. Either prefill and decode, or mixed, or all three."""
+
+    prefill: PoolSpec | None = Field(default=None, description="reads prompts")
+    decode: PoolSpec | None = Field(default=None, description="writes answers from KV that prefill made")
+    mixed: PoolSpec | None = Field(default=None, description="does both; stands in when the others can't")
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if (self.prefill is None) != (self.decode is None):
+            absent = "prefill" if self.prefill is None else "decode"
+            raise ValueError(
+                f"{absent} is missing; a pipeline has prefill and decode, or mixed, or all three"
+            )
+        if self.prefill is None and self.mixed is None:
+            raise ValueError("is empty; give prefill and decode, or mixed")
+        for role in ("prefill", "decode"):
+            pool = getattr(self, role)
+            if pool is not None and pool.instances == 0:
+                raise ValueError(f"{role}.instances is 0; only mixed may have none")
+        if self.prefill is None and self.mixed is not None and self.mixed.instances == 0:
+            raise ValueError("mixed.instances is 0 and there is no other pool; it must be at least 1")
+        return self
+
+    def given(self) -> dict[RoleName, PoolSpec]:
+        """The pools the file names, in the order of ROLES."""
+        pools: dict[RoleName, PoolSpec | None] = {
+            "prefill": self.prefill, "decode": self.decode, "mixed": self.mixed
+        }  # fmt: skip
+        return {role: pool for role, pool in pools.items() if pool is not None}
+
+
+class KVSpec(_Section):
+    """The KV cache, alike in all roles."""
+
+    dtype: Annotated[KVDtype | None, Auto] = Field(
+        default=None,
+        description="f32, bf16, f16; auto: bf16 where the weights are narrower than f32 and the CPU has BF16",
+    )
+    tokens_per_block: AutoCount = Field(
+        default=None, description="tokens in one KV block; auto: what the engine does"
+    )
+    max_seq_tokens: AutoCount = Field(
+        default=None,
+        description="longest prompt and answer together; auto: the model's, as far as the KV pool holds it",
+    )
+
+
+class TransferSpec(_Section):
+    """How KV moves from prefill to decode."""
+
+    path: Literal["auto", "shm"] = Field(
+        default="auto", description="auto: the best path both ends offer; shm: one host"
+    )
+    digests: bool = Field(default=True, description="verify every block after its copy")
+    lease_s: Seconds = Field(
+        default=10.0, description="how long prefill keeps KV for a decode that doesn't renew"
+    )
+    one_piece_tokens: Annotated[int, Field(ge=0)] = Field(
+        default=256, description="prompts up to this size move in one piece after their seal"
+    )
+
+
+class SloSpec(_Section):
+    """Targets a request is judged by unless it brings its own."""
+
+    ttft_ms: Annotated[Seconds | None, Auto] = Field(
+        default=None, description="time to first token; auto: no target"
+    )
+    tpot_ms: Annotated[Seconds | None, Auto] = Field(
+        default=None, description="time per further token; auto: no target"
+    )
+
+
+class SchedulerSpec(_Section):
+    """Router."""
+
+    deadline_s: Seconds = Field(default=120.0, description="a request that takes longer ends with an error")
+    max_queue: Count = Field(default=256, description="requests that may wait; further ones are refused")
+
+
+class EmulatedSpec(_Section):
+    """Cost model of `engine: emulated`; a step takes the sum of its parts."""
+
+    prefill_tokens_per_s: Seconds = Field(default=8000.0, description="prompt tokens computed in a second")
+    prefill_step_ms: Annotated[float, Field(ge=0)] = Field(
+        default=2.0, description="added by a step with prompts in it"
+    )
+    decode_step_ms: Annotated[float, Field(ge=0)] = Field(
+        default=8.0, description="a decode step of any size"
+    )
+    decode_ms_per_sequence: Annotated[float, Field(ge=0)] = Field(
+        default=0.05, description="added by each sequence"
+    )
+    decode_ms_per_1k_kv_tokens: Annotated[float, Field(ge=0)] = Field(
+        default=0.01, description="added by each 1,000 tokens of KV that are read"
+    )
+
+
+class PipelineSpec(_Section):
+    """A pipeline: one model, its pools and how they work together."""
+
+    model: Annotated[str, Field(min_length=1)] = Field(
+        description="Hugging Face folder or .gguf file; relative to this file"
+    )
+    name: Annotated[str | None, Auto] = Field(
+        default=None, description="what the model is called; auto: the folder's name"
+    )
+    engine: EngineName = Field(
+        default="openvino", description="openvino, tensorrt_llm or emulated (no model computed)"
+    )
+    precision: Annotated[Literal["f32", "bf16", "int8"] | None, Auto] = Field(
+        default=None,
+        description="weights of all roles: f32, bf16, int8; auto: bf16 if the CPU has BF16, else f32",
+    )
+    pools: PoolsSpec = Field(description="the pools: prefill and decode, or mixed, or all three")
+    kv: KVSpec = Field(default_factory=lambda: KVSpec(), description="the KV cache, alike in all roles")
+    transfer: TransferSpec = Field(
+        default_factory=lambda: TransferSpec(), description="how KV moves from prefill to decode"
+    )
+    slo: SloSpec = Field(
+        default_factory=lambda: SloSpec(),
+        description="targets a request is judged by unless it brings its own",
+    )
+    scheduler: SchedulerSpec = Field(default_factory=lambda: SchedulerSpec(), description="the router")
+    emulated: EmulatedSpec = Field(
+        default_factory=lambda: EmulatedSpec(), description="cost model of `engine: emulated`"
+    )
+
+
+def load_spec(path: Path) -> PipelineSpec:
+    """Reads a pipeline file; `model` comes back absolute. Raises SpecError, one line with file, line and key."""
+    file = SpecFile(path)
+    spec = parse_spec(file.data, file)
+    return spec.model_copy(update={"model": str((path.parent / Path(spec.model).expanduser()).resolve())})
+
+
+def parse_spec(data: Any, file: SpecFile | None = None) -> PipelineSpec:
+    """As load_spec, from plain data."""
+    if not isinstance(data, dict):
+        raise SpecError(f"{file.path if file else 'pipeline'}: must hold keys like `model:` and `pools:`")
+    try:
+        return PipelineSpec.model_validate(data)
+    except ValidationError as error:
+        raise SpecError(describe(error, PipelineSpec, file)) from error

@@ -1,0 +1,185 @@
+"""Safetensors files, read lazily and written as a stream, so that no more than one tensor is in memory.
+
+Both sides go one tensor at a time through this module because the library's numpy interface has no bf16 and
+writes only whole dictionaries. The files are plain safetensors; any reader opens them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trtpd.errors import CheckpointError
+
+F32Array = npt.NDArray[np.float32]
+
+HEADER_LIMIT_BYTES = 100 << 20
+
+_NUMPY: dict[str, np.dtype[Any]] = {
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype("<u2"),
+    "I8": np.dtype("i1"),
+    "U16": np.dtype("<u2"),
+}
+FLOATS = ("F32", "F16", "BF16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """One tensor of a file. `dtype` is the format's own name ("F32", "BF16", ...)."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * _NUMPY[self.dtype].itemsize
+
+
+def bf16_bits(values: F32Array) -> npt.NDArray[np.uint16]:
+    """The bf16 bit patterns nearest to `values` (ties to even; NaN stays NaN)."""
+    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+    rounded = ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(
+        np.uint16
+    )
+    nan = np.isnan(values)
+    if nan.any():
+        rounded[nan] = np.uint16(0x7FC0)
+    return rounded
+
+
+def from_bf16_bits(bits: npt.NDArray[np.uint16]) -> F32Array:
+    """The float32 values of bf16 bit patterns, exactly."""
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+class TensorFile:
+    """One safetensors file, mapped; tensors are read when asked for. Raises CheckpointError for a file that
+    is missing, truncated or not safetensors."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.metadata: dict[str, str] = {}
+        self.specs: dict[str, TensorSpec] = {}
+        self._offsets: dict[str, int] = {}
+        self._data_start = 0
+        try:
+            self._read_header()
+        except OSError as error:
+            raise CheckpointError(f"{path}: can't be read ({error.strerror or error})") from error
+
+    def _read_header(self) -> None:
+        size = self.path.stat().st_size
+        with self.path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or not 2 <= length <= min(size - 8, HEADER_LIMIT_BYTES):
+                raise CheckpointError(
+                    f"{self.path}: not a whole safetensors file (header of {length} bytes in a file of "
+                    f"{size}); "
+                    "download it again"
+                )
+            raw = file.read(length)
+        try:
+            header = json.loads(raw)
+        except ValueError as error:
+            raise CheckpointError(f"{self.path}: its safetensors header is corrupt ({error})") from error
+        if not isinstance(header, dict):
+            raise CheckpointError(f"{self.path}: its safetensors header is not an object")
+        self._data_start = 8 + length
+        metadata = header.pop("__metadata__", {})
+        self.metadata = dict(metadata) if isinstance(metadata, dict) else {}
+        for name, entry in header.items():
+            self._add(name, entry, size - self._data_start)
+
+    def _add(self, name: str, entry: Any, data_bytes: int) -> None:
+        try:
+            dtype, shape = str(entry["dtype"]), tuple(int(n) for n in entry["shape"])
+            start, end = (int(n) for n in entry["data_offsets"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{self.path}: the header entry of {name} is corrupt") from error
+        if dtype in _NUMPY:
+            spec = TensorSpec(name=name, dtype=dtype, shape=shape)
+            if min(shape, default=0) < 0 or start < 0 or end - start != spec.size_bytes:
+                raise CheckpointError(
+                    f"{self.path}: {name} is {dtype} of shape {list(shape)} but {end - start} bytes long; "
+                    "the file is corrupt"
+                )
+        else:
+            spec = TensorSpec(name=name, dtype=dtype, shape=shape)
+        if end > data_bytes:
+            raise CheckpointError(
+                f"{self.path}: truncated: {name} ends at byte {end} of its data, the file holds "
+                f"{data_bytes}; "
+                "download it again"
+            )
+        self.specs[name] = spec
+        self._offsets[name] = start
+
+    def read_stored(self, name: str) -> npt.NDArray[Any]:
+        """The tensor as stored, read-only over the mapped file; BF16 as its uint16 bit patterns."""
+        spec = self.specs[name]
+        if spec.dtype not in _NUMPY:
+            raise CheckpointError(
+                f"{self.path}: {name} has dtype {spec.dtype}; trtpd reads {', '.join(FLOATS)}: convert the "
+                "checkpoint"
+            )
+        if spec.size_bytes == 0:
+            return np.zeros(spec.shape, _NUMPY[spec.dtype])
+        return np.memmap(
+            self.path,
+            dtype=_NUMPY[spec.dtype],
+            mode="r",
+            offset=self._data_start + self._offsets[name],
+            shape=spec.shape,
+        )
+
+    def read(self, name: str) -> F32Array:
+        """The tensor's values as float32, in memory of its own."""
+        stored, dtype = self.read_stored(name), self.specs[name].dtype
+        if dtype not in FLOATS:
+            raise CheckpointError(
+                f"{self.path}: {name} has dtype {dtype}; a weight must be {', '.join(FLOATS)}"
+            )
+        return from_bf16_bits(stored) if dtype == "BF16" else np.array(stored, dtype=np.float32)
+
+
+def write_tensors(
+    path: Path,
+    specs: Sequence[TensorSpec],
+    arrays: Iterable[npt.NDArray[Any]],
+    metadata: Mapping[str, str],
+) -> Iterator[int]:
+    """Writes `path` while being iterated: `arrays` are taken in the order of `specs`, after each the bytes
+    written so far are yielded, and the file is on disk (fsync) when the iteration ends.
+
+    Raises OSError as the file system does; the caller writes into a folder it throws away then.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    for spec in specs:
+        end = offset + spec.size_bytes
+        header[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [offset, end]}
+        offset = end
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)
+    written = 0
+    with path.open("xb") as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        for spec, array in zip(specs, arrays, strict=True):
+            assert array.shape == spec.shape, (spec, array.shape)
+            assert array.dtype == _NUMPY[spec.dtype], (spec, array.dtype)
+            file.write(np.ascontiguousarray(array).data.cast("B") if array.size else b"")
+            written += spec.size_bytes
+            yield written
+        file.flush()
+        os.fsync(file.fileno())
