@@ -24,6 +24,7 @@ from trtpd.runtime.engine.base import EngineRequest, RequestKind, Sampling
 from trtpd.runtime.serve.answer import Answer, failure_of
 from trtpd.runtime.serve.emitter import Emitter, End, Failure, Piece, Sink
 from trtpd.runtime.serve.metrics import Metrics
+from trtpd.runtime.serve.status import status_of
 from trtpd.runtime.serve.text import TextLayer
 from trtpd.runtime.worker.link import PeerStatus
 from trtpd.runtime.worker.messages import CancelWork, PullWork, SubmitWork, WireError, WithdrawWork, Work
@@ -240,21 +241,15 @@ class Driver:
             case core.Refuse():
                 self._refuse(command)
             case core.WakeAt():
-                self._loop.call_later(
-                    max(0.0, command.at_s - self._clock()), self._guarded, self._step, core.Tick()
-                )
+                self._loop.call_later(max(0.0, command.at_s - self._clock()), self._guarded, self._step, core.Tick())
             case core.Quarantine():
                 log.warning("%s gets no work for now: %s", command.instance, command.reason)
             case core.SwitchRole():
-                raise InternalError(
-                    f"the core asked {command.instance} to become {command.role}; not supported"
-                )
+                raise InternalError(f"the core asked {command.instance} to become {command.role}; not supported")
 
     def _emit(self, command: core.Emit) -> None:
         live = self._live[command.request_id]
-        piece, stopped_at = live.answer.push(
-            command.first_index, command.ids, command.log_probs, now_s=self._clock()
-        )
+        piece, stopped_at = live.answer.push(command.first_index, command.ids, command.log_probs, now_s=self._clock())
         self._emitter.push(command.request_id, piece)
         if stopped_at is not None:
             self._waiting.append(core.TextStopped(request_id=command.request_id, index=stopped_at))
@@ -290,9 +285,7 @@ class Driver:
             deadline_in_s=deadline_in_s,
         )
 
-    def _request(
-        self, command: core.Submit | core.Pull, prepared: Prepared, kind: RequestKind
-    ) -> EngineRequest:
+    def _request(self, command: core.Submit | core.Pull, prepared: Prepared, kind: RequestKind) -> EngineRequest:
         return EngineRequest(
             request_id=command.request_id,
             attempt=command.attempt,
@@ -344,15 +337,13 @@ class Driver:
         self._drain_until_s = until_s
 
     def _status(self) -> dict[str, Any]:
-        now_s = self._clock()
-        return {
+        about = {
             "epoch": self._link.epoch,
-            "uptime_s": round(now_s - self._began_s, 1),
+            "uptime_s": round(self._clock() - self._began_s, 1),
             "draining": self._drain_until_s is not None,
-            "requests_in_flight": len(self._live),
-            "router": self._core.snapshot(),
-            "links": {peer.instance: {"busy_s": round(peer.busy_s, 3)} for peer in self._link.peers()},
         }
+        busy_s = {peer.instance: round(peer.busy_s, 3) for peer in self._link.peers()}
+        return about | status_of(self._core.snapshot(), busy_s=busy_s)
 
     def _die(self, error: BaseException) -> None:
         self._dead = True

@@ -77,9 +77,7 @@ class Emitter:
     """See the module. `on_gone(request_id)` is called once from the emitter's thread when a client has left;
     its stream stays open until `close`."""
 
-    def __init__(
-        self, on_gone: Callable[[int], None], *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, on_gone: Callable[[int], None], *, clock: Callable[[], float] = time.monotonic) -> None:
         self._on_gone = on_gone
         self._clock = clock
         self._lock = threading.Condition()

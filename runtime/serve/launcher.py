@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -40,28 +40,42 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """`only`: these models of the build and no others. `router`: the address leaders dial when it is not this
-    launcher's own; with `pd` among the models, the one it binds. `keys`: CURVE keys for such an address."""
+    """Port 0 takes any free one. `only`: these models of the build and no others. `router`: the address leaders dial
+    when it is not this launcher's own; with `pd` among the models, the one it binds. `keys`: CURVE keys for it.
+    """
 
     build: Path
+    http: int = 8000
+    grpc: int = 8001
+    metrics: int = 8002
     host: str = "127.0.0.1"
-    ports: Ports = field(default_factory=Ports)
     only: tuple[str, ...] = ()
     router: str | None = None
     keys: Path | None = None
     drain_s: float = 30.0
+    verbose: bool = False
 
 
-def serve(options: ServeOptions, say: Say) -> int:
-    """Serves until a signal or the server's death; returns the exit code. `say` gets lines for the user, the
-    first of them once the server is ready. Raises TrtpdError if serving can't start.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """A server that serves: its addresses as HOST:PORT, its models, and how long it took."""
 
-    Installs handlers for SIGINT and SIGTERM: call it from the main thread.
+    http: str
+    grpc: str
+    metrics: str
+    models: tuple[str, ...]
+    run_dir: str
+    seconds: float
+
+
+def serve(options: ServeOptions, *, on_ready: Callable[[Ready], None], say: Say) -> int:
+    """Serves until a signal or the server's death; returns the exit code. `say` gets single lines for the user.
+
+    Raises TrtpdError if serving can't start or the server dies. Installs handlers for SIGINT and SIGTERM: call it
+    from the main thread.
     """
-    launcher = Launcher(options, say)
-    handlers = {
-        signum: signal.signal(signum, launcher.on_signal) for signum in (signal.SIGINT, signal.SIGTERM)
-    }
+    launcher = Launcher(options, on_ready, say)
+    handlers = {signum: signal.signal(signum, launcher.on_signal) for signum in (signal.SIGINT, signal.SIGTERM)}
     try:
         return launcher.run()
     finally:
@@ -81,15 +95,17 @@ def models_of(manifest: Manifest, only: Sequence[str]) -> list[str]:
 class Launcher:
     """One run. Threads: the caller's waits and watches, a small pool loads and unloads."""
 
-    def __init__(self, options: ServeOptions, say: Say) -> None:
+    def __init__(self, options: ServeOptions, on_ready: Callable[[Ready], None], say: Say) -> None:
         self._options = options
+        self._on_ready = on_ready
         self._say = say
         self._stop = threading.Event()
         self._signals = 0
         self._server: subprocess.Popen[bytes] | None = None
         self._run_dir: Path | None = None
         self._models: list[str] = []
-        self._control = TritonControl(_dialled(options.host), options.ports.http)
+        self._ports = Ports(http=options.http, grpc=options.grpc, metrics=options.metrics)
+        self._control = TritonControl(_dialled(options.host), options.http)
         self._pool = ThreadPoolExecutor(max_workers=16, thread_name_prefix="models")
         self._reloads: dict[str, Future[None]] = {}
 
@@ -102,13 +118,15 @@ class Launcher:
             os._exit(128 + signum)
 
     def run(self) -> int:
+        began_s = time.monotonic()
         build = self._options.build
         manifest = read_manifest(build)
         self._models = models_of(manifest, self._options.only)
         package = find_server()
         if package.remark:
             self._say(package.remark)
-        check_ports(self._options.host, self._options.ports)
+        self._ports = check_ports(self._options.host, self._ports)
+        self._control = TritonControl(_dialled(self._options.host), self._ports.http)
         rundir.sweep_leftovers()
         sweep()
         check_shared_memory(build, manifest, self._models)
@@ -117,7 +135,7 @@ class Launcher:
             self._start_server(package)
             self._load_all()
             if not self._stop.is_set():
-                self._say(self._ready_line())
+                self._on_ready(self._ready(time.monotonic() - began_s))
                 self._watch()
             self._drain()
             return 0
@@ -125,7 +143,7 @@ class Launcher:
             self._pool.shutdown(wait=False, cancel_futures=True)
             self._clear_away()
 
-    # Starting -------------------------------------------------------------------------------------------------
+    # Starting
 
     def _start_server(self, package: ServerPackage) -> None:
         run_dir = self._dir
@@ -150,7 +168,7 @@ class Launcher:
                 return
 
     def _command(self, package: ServerPackage) -> list[str]:
-        host, ports = self._options.host, self._options.ports
+        host, ports = self._options.host, self._ports
         python = {
             "shm-default-byte-size": 4 << 20,
             "shm-region-prefix-name": rundir.region_prefix(),
@@ -173,6 +191,7 @@ class Launcher:
             "--allow-cpu-metrics=false",
             "--pinned-memory-pool-byte-size=0",
             f"--exit-timeout-secs={EXIT_TIMEOUT_S}",
+            f"--log-verbose={int(self._options.verbose)}",
             "--exit-on-error=false",
             "--strict-readiness=true",
             *(f"--backend-config=python,{key}={value}" for key, value in python.items()),
@@ -197,9 +216,7 @@ class Launcher:
             self._load_group([name for name in self._models if name == ROUTER_MODEL])
 
     def _load_group(self, names: list[str]) -> None:
-        waiting = {
-            self._pool.submit(self._control.load, name, timeout_s=LOAD_TIMEOUT_S): name for name in names
-        }
+        waiting = {self._pool.submit(self._control.load, name, timeout_s=LOAD_TIMEOUT_S): name for name in names}
         while waiting and not self._stop.wait(0.02):
             self._check_server()
             for future in [future for future in waiting if future.done()]:
@@ -209,14 +226,19 @@ class Launcher:
                 except ServeError as error:
                     raise ServeError(f"{error}{self._stage_log(name)}") from error
 
-    def _ready_line(self) -> str:
-        host, ports = _dialled(self._options.host), self._options.ports
-        return (
-            f"ready: http://{host}:{ports.http}  grpc {host}:{ports.grpc}  "
-            f"metrics http://{host}:{ports.metrics}/metrics  ({', '.join(self._models)})"
+    def _ready(self, seconds: float) -> Ready:
+        host = _dialled(self._options.host)
+        host = f"[{host}]" if ":" in host else host
+        return Ready(
+            http=f"{host}:{self._ports.http}",
+            grpc=f"{host}:{self._ports.grpc}",
+            metrics=f"{host}:{self._ports.metrics}",
+            models=tuple(self._models),
+            run_dir=str(self._dir),
+            seconds=round(seconds, 2),
         )
 
-    # Watching -------------------------------------------------------------------------------------------------
+    # Watching
 
     def _watch(self) -> None:
         while not self._stop.wait(WATCH_S):
@@ -250,7 +272,7 @@ class Launcher:
         if code is not None and not self._stop.is_set():
             raise ServeError(f"tritonserver ended with code {code}; its last lines:\n{self._log_tail()}")
 
-    # Ending ---------------------------------------------------------------------------------------------------
+    # Ending
 
     def _drain(self) -> None:
         """New requests are refused from here on; running ones get `drain_s`."""
@@ -260,9 +282,7 @@ class Launcher:
             if ROUTER_MODEL in self._models:
                 self._control.unload(ROUTER_MODEL, timeout_s=drain_s + EXIT_TIMEOUT_S)
             stages = [name for name in self._models if name != ROUTER_MODEL]
-            unload = [
-                self._pool.submit(self._control.unload, name, timeout_s=STAGE_UNLOAD_S) for name in stages
-            ]
+            unload = [self._pool.submit(self._control.unload, name, timeout_s=STAGE_UNLOAD_S) for name in stages]
             for future in unload:
                 future.result()
         if self._server is not None and self._server.poll() is None:

@@ -14,10 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from trtpd.runtime.core.router import RouterCore
-
 from trtpd.build.manifest import Manifest, read_engine_config, read_manifest
 from trtpd.errors import NoInstanceError, RequestError, ServeError, TrtpdError
+from trtpd.runtime.core.router import RouterCore
 from trtpd.runtime.engine.base import Sampling
 from trtpd.runtime.serve import rundir
 from trtpd.runtime.serve.answer import failure_of
@@ -102,9 +101,7 @@ class PipelineModel:
         parameters = json.loads(request.parameters() or "{}")
         asked = parse(tensors, parameters, self._limits, drawn_seed=secrets.randbits(63))
         prepared = prepare(asked, self._text, self._limits)
-        sink = TritonSink(
-            self._pb, request, log_probs=asked.log_probs, counts=(asked.count_input, asked.count_output)
-        )
+        sink = TritonSink(self._pb, request, log_probs=asked.log_probs, counts=(asked.count_input, asked.count_output))
         self._driver.submit(prepared, sink, stream=asked.stream)
 
     def _refuse(self, request: Any, code: str, message: str) -> None:
@@ -198,9 +195,7 @@ def _link_maker() -> Any:
     epoch = fresh_id(time.time_ns(), secrets.token_hex(4))
 
     def make(wake: Any) -> RouterLink:
-        return RouterLink(
-            os.environ["TRTPD_ROUTER"], epoch=epoch, wake=wake, keys=Path(keys) if keys else None
-        )
+        return RouterLink(os.environ["TRTPD_ROUTER"], epoch=epoch, wake=wake, keys=Path(keys) if keys else None)
 
     return make
 

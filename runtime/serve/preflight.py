@@ -20,30 +20,31 @@ REGION_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ports:
-    """0 is not allowed: the ports are printed and dialled."""
+    """Where the three fronts listen. 0: any free port."""
 
-    http: int = 8000
-    grpc: int = 8001
-    metrics: int = 8002
+    http: int
+    grpc: int
+    metrics: int
 
 
-def check_ports(host: str, ports: Ports) -> None:
-    """Raises InputError for ports that can't be, ServeError for one in use."""
-    chosen = {"--http": ports.http, "--grpc": ports.grpc, "--metrics": ports.metrics}
-    for flag, port in chosen.items():
-        if not 1 <= port <= 65535:
-            raise InputError(f"{flag} {port}: a port lies between 1 and 65535")
-    if len(set(chosen.values())) < len(chosen):
-        raise InputError(f"ports {', '.join(f'{f} {p}' for f, p in chosen.items())} must differ")
-    for flag, port in chosen.items():
-        try:
-            with socket.create_server((host, port), family=_family(host)):
-                pass
-        except OSError as error:
-            raise ServeError(
-                f"port {port} on {host} can't be used ({error.strerror or error}{_holder(port)}); "
-                f"stop what listens there, or choose another with {flag} PORT"
-            ) from error
+def check_ports(host: str, wanted: Ports) -> Ports:
+    """The ports with every 0 replaced by a free one. Raises InputError for ports that can't be, ServeError for one
+    in use or a host that is not this one's."""
+    chosen = {"http": wanted.http, "grpc": wanted.grpc, "metrics": wanted.metrics}
+    fixed = [port for port in chosen.values() if port]
+    if len(set(fixed)) < len(fixed):
+        raise InputError(f"ports {', '.join(f'--{front} {port}' for front, port in chosen.items())} must differ")
+    with contextlib.ExitStack() as held:  # all at once, so that no free port is found twice
+        for front, port in chosen.items():
+            try:
+                listener = held.enter_context(socket.create_server((host, port), family=_family(host)))
+            except (OSError, OverflowError) as error:
+                raise ServeError(
+                    f"port {port} on {host} can't be used ({getattr(error, 'strerror', None) or error}"
+                    f"{_holder(port)}); stop what listens there, or choose another with --{front} PORT (0: any)"
+                ) from error
+            chosen[front] = listener.getsockname()[1]
+    return Ports(**chosen)
 
 
 def check_shared_memory(build: Path, manifest: Manifest, models: Sequence[str]) -> None:

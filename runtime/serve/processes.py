@@ -51,7 +51,7 @@ def die_with_parent(signum: int = signal.SIGTERM) -> None:
 def descendants(pid: int) -> list[psutil.Process]:
     """All processes below `pid`, as they are now."""
     try:
-        return psutil.Process(pid).children(recursive=True)
+        return list(psutil.Process(pid).children(recursive=True))
     except psutil.NoSuchProcess:
         return []
 

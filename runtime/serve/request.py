@@ -174,9 +174,7 @@ def _prompt(inputs: _Inputs) -> str | tuple[Message, ...]:
     if messages is not None:
         return parse_messages(messages)
     if text is None:
-        raise RequestError(
-            "text_input is missing; send text_input (a raw prompt) or messages (a chat as JSON)"
-        )
+        raise RequestError("text_input is missing; send text_input (a raw prompt) or messages (a chat as JSON)")
     if not text:
         raise RequestError("text_input is empty; send a prompt of at least one character")
     return text
@@ -186,8 +184,7 @@ def _max_tokens(inputs: _Inputs, limits: ModelLimits) -> int:
     value = inputs.integer("max_tokens", low=1, high=limits.max_seq_tokens - 1)
     if value is None:
         raise RequestError(
-            "max_tokens is missing; say how many tokens to generate at most "
-            f"(1 to {limits.max_seq_tokens - 1:,})"
+            f"max_tokens is missing; say how many tokens to generate at most (1 to {limits.max_seq_tokens - 1:,})"
         )
     return value
 
@@ -198,9 +195,7 @@ def _stops(inputs: _Inputs) -> tuple[str, ...]:
         raise RequestError(f"stop_words holds {len(stops)} strings; at most {MAX_STOP_WORDS} are taken")
     longest = max(map(len, stops), default=0)
     if longest > MAX_STOP_CHARS:
-        raise RequestError(
-            f"stop_words holds a string of {longest} characters; at most {MAX_STOP_CHARS} are taken"
-        )
+        raise RequestError(f"stop_words holds a string of {longest} characters; at most {MAX_STOP_CHARS} are taken")
     return stops
 
 

@@ -74,9 +74,7 @@ class TritonSink:
 
     def _response(self, tensors: dict[str, Any]) -> Any:
         pb = self._pb
-        return pb.InferenceResponse(
-            [pb.Tensor(name, value) for name, value in tensors.items() if name in self._wanted]
-        )
+        return pb.InferenceResponse([pb.Tensor(name, value) for name, value in tensors.items() if name in self._wanted])
 
 
 def error_response(pb_utils: Any, failure: Failure) -> Any:

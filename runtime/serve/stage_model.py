@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from trtpd.runtime.worker.local_client import LocalClient
 
 from trtpd.build.manifest import EngineConfig, read_engine_config, read_manifest
 from trtpd.errors import EngineError, RequestError, SaturatedError, ServeError, TrtpdError
@@ -28,6 +27,7 @@ from trtpd.runtime.serve.rundir import note_stub
 from trtpd.runtime.serve.sinks import error_response
 from trtpd.runtime.serve.text import TextLayer
 from trtpd.runtime.serve.worker_process import WorkerCommand, WorkerProcess, worker_environment
+from trtpd.runtime.worker.local_client import LocalClient
 
 log = logging.getLogger(__name__)
 
@@ -142,9 +142,7 @@ class StageModel:
         else:
             ids = tuple(int(i) for i in tensors["input_ids"].reshape(-1))
         if not 0 < len(ids) < self._config.max_seq_tokens:
-            raise RequestError(
-                f"the prompt has {len(ids)} tokens; it must have 1 to {self._config.max_seq_tokens - 1}"
-            )
+            raise RequestError(f"the prompt has {len(ids)} tokens; it must have 1 to {self._config.max_seq_tokens - 1}")
         return ids
 
 

@@ -44,9 +44,7 @@ class TextLayer:
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
-            raise EngineError(
-                f"tokenizer {path} can't be read: {error}; build again with `trtpd build`"
-            ) from error
+            raise EngineError(f"tokenizer {path} can't be read: {error}; build again with `trtpd build`") from error
         self._config = _read_json(directory / "tokenizer_config.json")
         self._template = _compile_template(self._config, directory)
         added = self._tokenizer.get_added_tokens_decoder()
@@ -73,9 +71,7 @@ class TextLayer:
     def render_chat(self, messages: Sequence[Message]) -> str:
         """The chat as the model reads it, up to where its answer begins. Raises RequestError."""
         if self._template is None:
-            raise RequestError(
-                "messages: this model has no chat template; send the whole prompt as text_input"
-            )
+            raise RequestError("messages: this model has no chat template; send the whole prompt as text_input")
         try:
             return self._template.render(
                 messages=[{"role": m.role, "content": m.content} for m in messages],
@@ -169,9 +165,7 @@ def _compile_template(config: dict[str, Any], directory: Path) -> jinja2.Templat
         source = file.read_text(encoding="utf-8")
     if not isinstance(source, str):
         return None
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-    )
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now

@@ -92,8 +92,7 @@ def render(timeline: TimelineReport) -> str:
     """A few lines for people."""
     who = timeline.attempts[-1] if timeline.attempts else None
     lines = [
-        f"{timeline.prompt_tokens} prompt tokens, {timeline.output_tokens} answer tokens, "
-        f"ended by {timeline.finish}",
+        f"{timeline.prompt_tokens} prompt tokens, {timeline.output_tokens} answer tokens, ended by {timeline.finish}",
         f"  queue        {_text(timeline.queue_ms)}",
         f"  prefill      {_text(timeline.prefill_ms)}" + (f"   on {who.prefill}" if who else ""),
     ]
@@ -106,12 +105,9 @@ def render(timeline: TimelineReport) -> str:
     lines += [
         f"  first token  {_text(timeline.ttft_ms)}   after arrival",
         f"  second token {_text(timeline.second_token_ms)}   after the first",
-        f"  later tokens {_text(timeline.tpot_ms)}   each"
-        + (f", on {who.decode or who.prefill}" if who else ""),
+        f"  later tokens {_text(timeline.tpot_ms)}   each" + (f", on {who.decode or who.prefill}" if who else ""),
     ]
-    lines += [
-        f"  given up     {a.prefill} → {a.decode or a.prefill}: {a.outcome}" for a in timeline.attempts[:-1]
-    ]
+    lines += [f"  given up     {a.prefill} → {a.decode or a.prefill}: {a.outcome}" for a in timeline.attempts[:-1]]
     return "\n".join(lines)
 
 

@@ -134,6 +134,4 @@ def test_stopping_ends_every_open_stream_with_the_failure(gone):
     for i, sink in enumerate(sinks):
         emitter.open(i, sink, stream=i % 2 == 0)
     emitter.stop(Failure(status="UNAVAILABLE", message="code=shutting_down"))
-    assert [sink.end.failure.message for sink in sinks if sink.end and sink.end.failure] == [
-        "code=shutting_down"
-    ] * 3
+    assert [sink.end.failure.message for sink in sinks if sink.end and sink.end.failure] == ["code=shutting_down"] * 3

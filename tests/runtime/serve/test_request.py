@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import contextlib
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from trtpd.build import repository
 from trtpd.errors import RequestError
-from trtpd.runtime.serve.request import NEUTRAL, ModelLimits, parse, query_of, tokenise
+from trtpd.runtime.serve.request import HONOURED, NEUTRAL, ModelLimits, parse, query_of, tokenise
 from trtpd.runtime.serve.text import TextLayer
 
 LIMITS = ModelLimits(max_seq_tokens=64, vocab_size=100, end_ids=(2,))
@@ -20,18 +23,14 @@ def tensors(**values):
     for name, value in values.items():
         if isinstance(value, bytes | str | list):
             items = value if isinstance(value, list) else [value]
-            made[name] = np.array(
-                [[i.encode() if isinstance(i, str) else i for i in items]], dtype=np.object_
-            )
+            made[name] = np.array([[i.encode() if isinstance(i, str) else i for i in items]], dtype=np.object_)
         else:
             made[name] = np.atleast_2d(np.asarray(value))
     return made
 
 
 def asked(*, parameters=None, **values):
-    return parse(
-        tensors(**{"text_input": "hi", "max_tokens": 4} | values), parameters or {}, LIMITS, drawn_seed=7
-    )
+    return parse(tensors(**{"text_input": "hi", "max_tokens": 4} | values), parameters or {}, LIMITS, drawn_seed=7)
 
 
 def test_a_bare_request_is_greedy_unstreamed_and_echoes_its_prompt():
@@ -124,11 +123,7 @@ def test_an_unknown_name_is_refused_with_the_nearest_known_one():
     asked(parameters={"triton_enable_empty_final_response": True})
 
 
-@given(
-    st.dictionaries(
-        st.sampled_from(["max_tokens", "top_k", "end_id", "priority"]), st.integers(-(2**31), 2**31)
-    )
-)
+@given(st.dictionaries(st.sampled_from(["max_tokens", "top_k", "end_id", "priority"]), st.integers(-(2**31), 2**31)))
 def test_any_integers_either_parse_or_are_refused_as_bad_input(values):
     with contextlib.suppress(RequestError):
         assert 1 <= asked(**values).max_tokens < LIMITS.max_seq_tokens
@@ -165,3 +160,9 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenised(text, monkey
 def test_a_prompt_without_tokens_is_refused(text):
     with pytest.raises(RequestError, match="gives no token"):
         tokenise(asked(text_input="  "), text, LIMITS)
+
+
+def test_the_model_declares_exactly_the_inputs_that_are_honoured_or_refused_by_name():
+    config = (Path(repository.__file__).resolve().parents[1] / "model_repo/pd/config.pbtxt").read_text()
+    inputs = config[config.index("\ninput [") : config.index("\noutput [")]
+    assert sorted(re.findall(r'name: "(\w+)"', inputs)) == sorted([*HONOURED, *NEUTRAL])
