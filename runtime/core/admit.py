@@ -20,9 +20,7 @@ def model_of(arrived: Arrived, cluster: Cluster) -> str | Refuse:
     if not models:
         return _refuse(arrived, "no_instance", "no instance has registered yet; try again in a few seconds")
     if len(models) > 1:
-        return _refuse(
-            arrived, "invalid_argument", f"several models are served here, name one of: {', '.join(models)}"
-        )
+        return _refuse(arrived, "invalid_argument", f"several models are served here, name one of: {', '.join(models)}")
     return models[0]
 
 

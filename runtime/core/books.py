@@ -111,9 +111,7 @@ class Books:
         kind = Withdraw if withdraw else Cancel
         self.send(kind(instance=hold.instance, request_id=hold.request_id, attempt=hold.attempt))
         patience_s = self.policy.drain_patience_s
-        hold.reminder = self.timers.at(
-            self.now_s + patience_s, lambda: self._overdue(hold, withdraw, reminders)
-        )
+        hold.reminder = self.timers.at(self.now_s + patience_s, lambda: self._overdue(hold, withdraw, reminders))
 
     def _overdue(self, hold: Hold, withdraw: bool, reminders: int) -> None:
         """No answer. Asked often enough, the instance's own report of its free blocks is believed instead."""
@@ -134,9 +132,7 @@ class Books:
         self.backlog.add(request)
         self.room_changed = True
 
-    def accept(
-        self, request: Request, first_index: int, ids: tuple[int, ...], log_probs: tuple[float, ...]
-    ) -> int:
+    def accept(self, request: Request, first_index: int, ids: tuple[int, ...], log_probs: tuple[float, ...]) -> int:
         """Puts new tokens in the journal and hands them out; returns how many of `ids` lie past `max_tokens`.
 
         Indexes that are in the journal already are dropped. `first_index` must not leave a gap.
@@ -148,11 +144,7 @@ class Books:
         new = ids[start:stop]
         if new:
             request.journal.extend(new)
-            self.say(
-                Emit(
-                    request_id=request.id, first_index=known, ids=new, log_probs=tuple(log_probs[start:stop])
-                )
-            )
+            self.say(Emit(request_id=request.id, first_index=known, ids=new, log_probs=tuple(log_probs[start:stop])))
             request.timeline.mark_tokens(len(new), self.now_s)
             self.tally.counts["output_tokens"] += len(new)
         return max(0, len(ids) - stop)

@@ -168,9 +168,7 @@ class Cluster:
                 instance.hello, instance.healthy = hello, True
             else:
                 if old.holds:
-                    raise InternalError(
-                        f"{hello.instance} registers anew with {len(old.holds)} holds of its past"
-                    )
+                    raise InternalError(f"{hello.instance} registers anew with {len(old.holds)} holds of its past")
                 instance = Instance(hello)
                 instance.losses_s, instance.quarantines = old.losses_s, old.quarantines
                 instance.quarantined_until_s = old.quarantined_until_s
@@ -255,9 +253,7 @@ class Cluster:
 
     def reserve(self, instance: Instance, hold: Hold) -> None:
         if hold.key in instance.holds:
-            raise InternalError(
-                f"{instance.name} already holds attempt {hold.attempt} of request {hold.request_id}"
-            )
+            raise InternalError(f"{instance.name} already holds attempt {hold.attempt} of request {hold.request_id}")
         instance.holds[hold.key] = hold
         instance.peak_blocks += hold.blocks
         instance.pending_tokens += hold.pending_tokens
@@ -267,9 +263,7 @@ class Cluster:
     def release(self, hold: Hold) -> None:
         instance = self.instances[hold.instance]
         if instance.holds.pop(hold.key, None) is not hold:
-            raise InternalError(
-                f"{hold.instance} doesn't hold attempt {hold.attempt} of request {hold.request_id}"
-            )
+            raise InternalError(f"{hold.instance} doesn't hold attempt {hold.attempt} of request {hold.request_id}")
         instance.peak_blocks -= hold.blocks
         instance.pending_tokens -= hold.pending_tokens
         if not hold.seen:
@@ -297,9 +291,7 @@ class Cluster:
                 sum(hold.blocks for hold in holds if not hold.seen),
             )
             if found != expected:
-                raise InternalError(
-                    f"{name} counts (peak, pending, unseen) {found}, its holds say {expected}"
-                )
+                raise InternalError(f"{name} counts (peak, pending, unseen) {found}, its holds say {expected}")
             if holds and not instance.healthy:
                 raise InternalError(f"{name} is lost and still holds {list(instance.holds)}")
             if any(hold.instance != name or hold.key != key for key, hold in instance.holds.items()):

@@ -51,9 +51,7 @@ class LinearStepTime:
             "decode_kv_token_s",
         ):
             if getattr(self, name) < 0.0:
-                raise InputError(
-                    f"{name} is {getattr(self, name)}; a cost can't be negative: measure it again"
-                )
+                raise InputError(f"{name} is {getattr(self, name)}; a cost can't be negative: measure it again")
 
     def step_s(
         self,

@@ -154,15 +154,7 @@ class Rejected:
 
 
 InstanceEvent = (
-    Offered
-    | ChunkReady
-    | Sealed
-    | TransferBegun
-    | TransferDone
-    | TransferFailed
-    | Tokens
-    | Drained
-    | Rejected
+    Offered | ChunkReady | Sealed | TransferBegun | TransferDone | TransferFailed | Tokens | Drained | Rejected
 )
 
 

@@ -18,6 +18,21 @@ COSTLY_REJECTS = frozenset({"engine_failed", "internal"})
 every engine it meets ends. Other rejects mean "not here, not now" and are free."""
 
 
+_COUNTS = ("kv_blocks", "tokens_per_block", "max_seq_tokens", "max_batch", "prefill_tokens_per_s")
+_IDENTITY = ("role", "model", "fingerprint", "pairing_key", "kv_blocks", "tokens_per_block")
+
+
+def _faults_of(hello: Hello, old: Instance | None) -> list[str]:
+    """What is wrong with it: numbers that can't be, or another identity in the same generation."""
+    wrong = [f"{name} {getattr(hello, name)}" for name in _COUNTS if not getattr(hello, name) > 0]
+    if old is not None and old.hello.generation == hello.generation:
+        for name in _IDENTITY:
+            was, now = getattr(old.hello, name), getattr(hello, name)
+            if was != now:
+                wrong.append(f"{name} {now} where its generation had {was}")
+    return wrong
+
+
 class Recovery:
     """Every way back from a failure ends in one of three: pull again, a new attempt, or a clear end."""
 
@@ -28,14 +43,12 @@ class Recovery:
     def hello(self, event: Hello) -> None:
         """An instance registers. With a new generation, all that its former one held is gone."""
         books = self._books
-        numbers = ("kv_blocks", "tokens_per_block", "max_seq_tokens", "max_batch", "prefill_tokens_per_s")
-        wrong = [f"{name} {getattr(event, name)}" for name in numbers if not getattr(event, name) > 0]
-        if wrong:
-            books.tally.fault(
-                books.now_s, "bad_hello", f"{event.instance} registers with {', '.join(wrong)}; ignored"
-            )
-            return
         old = books.cluster.instances.get(event.instance)
+        wrong = _faults_of(event, old)
+        if wrong:
+            text = f"{event.instance} registers with {', '.join(wrong)}; ignored"
+            books.tally.fault(books.now_s, "bad_hello", text)
+            return
         if old is not None and old.healthy and old.hello.generation != event.generation:
             self._lose(old, "it restarted")
         instance = books.cluster.register(event)
@@ -133,9 +146,7 @@ class Recovery:
     def transfer_failed(self, request: Request, hold: Hold, event: TransferFailed) -> None:
         books, attempt = self._books, request.running()
         if attempt.joined:
-            books.tally.fault(
-                books.now_s, "protocol", f"{hold.instance}: TransferFailed after TransferDone, ignored"
-            )
+            books.tally.fault(books.now_s, "protocol", f"{hold.instance}: TransferFailed after TransferDone, ignored")
             return
         books.release(hold)
         attempt.decode = None
@@ -173,9 +184,7 @@ class Recovery:
             attempt.prefill = None
             if attempt.seal_sent and attempt.pulling:
                 return  # the sink may have it all: its word counts, and the stall timer if it has none
-            self.retry(
-                request, "lease_lost", "lease_lost", f"the lease on {hold.instance} ended before its pull"
-            )
+            self.retry(request, "lease_lost", "lease_lost", f"the lease on {hold.instance} ended before its pull")
             return
         books.release(hold)
         if hold.side == "local":
@@ -193,9 +202,7 @@ class Recovery:
         self._books.tally.fault(self._books.now_s, "token_gap", f"request {request.id}: {text}")
         self.retry(request, "token_gap", "internal", text)
 
-    def _pull_again(
-        self, request: Request, reason: str, code: str, text: str, *, counts: bool = True
-    ) -> None:
+    def _pull_again(self, request: Request, reason: str, code: str, text: str, *, counts: bool = True) -> None:
         """The offer stands, its sink is gone: another pull of it if the source's engine can, else a new
         attempt.
 

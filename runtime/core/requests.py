@@ -52,11 +52,7 @@ class Attempt:
     @property
     def names(self) -> str:
         """The instances of this attempt, for messages."""
-        return (
-            self.record.prefill
-            if self.record.decode is None
-            else f"{self.record.prefill}→{self.record.decode}"
-        )
+        return self.record.prefill if self.record.decode is None else f"{self.record.prefill}→{self.record.decode}"
 
 
 class Request:

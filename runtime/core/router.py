@@ -168,9 +168,7 @@ class RouterCore:
         else:
             handler = self._answers.get((hold.side, type(answer)))
             if handler is None:
-                text = (
-                    f"{instance.name} ({hold.side}) answered {type(answer).__name__}, which it can't; ignored"
-                )
+                text = f"{instance.name} ({hold.side}) answered {type(answer).__name__}, which it can't; ignored"
                 books.tally.fault(books.now_s, "protocol", text)
             else:
                 handler(books.requests[hold.request_id], hold, answer)

@@ -25,9 +25,7 @@ class Weights:
     def __post_init__(self) -> None:
         for item in fields(self):
             if getattr(self, item.name) < 0.0:
-                raise InputError(
-                    f"scheduler weight {item.name} is {getattr(self, item.name)}; it must be at least 0"
-                )
+                raise InputError(f"scheduler weight {item.name} is {getattr(self, item.name)}; it must be at least 0")
 
 
 def first_token_s(instance: Instance, tokens: int) -> float:
