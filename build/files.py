@@ -106,7 +106,7 @@ def _rename_exchange(one: Path, other: Path) -> None:
         code = ctypes.get_errno()
         if code not in (errno.EINVAL, errno.ENOSYS):
             raise OSError(code, os.strerror(code), str(other))
-    # File systems without an exchange (some network ones): two renames, with an instant in which nothing is there.
+    # Some network file systems have no exchange: two renames, with an instant in which nothing is there.
     aside = one.with_name(one.name + ".old")
     other.rename(aside)
     one.rename(other)

@@ -56,7 +56,7 @@ def build_tokenizer(gguf: GgufFile) -> Tokenizer:
                 ignore_merges=pre == "llama-bpe",
             )
         )
-    except Exception as error:  # noqa: BLE001  the library raises bare Exception
+    except Exception as error:  # the library raises no narrower type
         raise CheckpointError(f"{gguf.path}: its tokenizer is contradictory ({error})") from error
     tokenizer.pre_tokenizer = _pre_tokenizer(pre, gguf.path)
     tokenizer.decoder = decoders.ByteLevel()

@@ -204,7 +204,7 @@ _Kind = TypeVar("_Kind", Manifest, EngineConfig)
 
 
 def _decode(path: Path, kind: type[_Kind]) -> _Kind:
-    """Checks the format before anything else, so that another version is called that and not a broken file."""
+    """Checks the format first, so that another version is called that and not a broken file."""
     raw = path.read_bytes()
     found = msgspec.json.decode(raw, type=_FormatOnly).format
     if found != FORMAT:

@@ -191,7 +191,7 @@ class PipelineSpec(_Section):
 
 
 def load_spec(path: Path) -> PipelineSpec:
-    """Reads a pipeline file; `model` comes back absolute. Raises SpecError, one line with file, line and key."""
+    """Reads a pipeline file; `model` comes back absolute. Raises SpecError: file, line, key, fault."""
     file = SpecFile(path)
     spec = parse_spec(file.data, file)
     return spec.model_copy(update={"model": str((path.parent / Path(spec.model).expanduser()).resolve())})

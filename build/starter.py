@@ -16,7 +16,7 @@ from trtpd.build.machine import Machine
 from trtpd.build.resolve import resolve
 from trtpd.build.spec import ROLES, PipelineSpec, PoolSpec, PoolsSpec, SloSpec
 
-_HEAD = "# A trtpd pipeline. Check it with `trtpd lint`, build it with `trtpd build`, serve it with `trtpd serve`.\n"
+_HEAD = "# A trtpd pipeline: check it with `trtpd lint`, then `trtpd build` and `trtpd serve`.\n"
 _MIXED = (
     "  # A third pool that does both, for when one of the others can't (instances 0: built, not started):\n"
 )
@@ -24,8 +24,8 @@ _WRAP = 46
 
 
 def init_text(checkpoint: Checkpoint, engine: EngineName, machine: Machine, *, folder: Path) -> str:
-    """The text of a pipeline file that will lie in `folder`. What stands in it was resolved for this machine; keys
-    that follow from others stay `auto`."""
+    """The text of a pipeline file that will lie in `folder`. What stands in it was resolved for this
+    machine; keys that follow from others stay `auto`."""
     model = checkpoint.path
     inside = model.is_relative_to(folder.resolve())
     spec = PipelineSpec(

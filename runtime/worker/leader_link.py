@@ -119,6 +119,11 @@ class LeaderLink:
     def registered(self) -> bool:
         return self._session is not None
 
+    def busy_s(self) -> float:
+        """How long the engine's present step has run. From any thread."""
+        since_s = self.busy_since_s
+        return 0.0 if since_s is None else max(0.0, self._clock() - since_s)
+
     def start(self) -> None:
         self._thread.start()
 
@@ -227,8 +232,7 @@ class LeaderLink:
                 self._end(f"the router is gone: {reason}")
         if self._session is None:
             return self._say_hello(now_s)
-        busy_since_s = self.busy_since_s
-        self._session.busy_s = 0.0 if busy_since_s is None else max(0.0, now_s - busy_since_s)
+        self._session.busy_s = self.busy_s()
         for frame in self._session.due(now_s):
             self._put(frame)
         return self._session.due_in_s(now_s)

@@ -233,7 +233,7 @@ class ScriptedLink:
 
     def check(self) -> None: ...
 
-    def events(self) -> list[core.InstanceEvent]:
+    def events(self) -> list[Any]:
         """Everything told so far; forgets it."""
         told = [event for message, _ in self.sent for event in step_events(message)]
         self.sent = []
