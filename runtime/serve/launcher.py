@@ -153,6 +153,7 @@ class Launcher:
             self._server = subprocess.Popen(
                 self._command(package),
                 env=env,
+                cwd=run_dir,  # stubs put their working directory on sys.path
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

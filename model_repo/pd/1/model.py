@@ -1,11 +1,16 @@
 """The model `pd`: hands everything to trtpd.runtime.serve.pipeline_model."""
 
 import logging
+import os
+import sys
 
 import triton_python_backend_utils as pb_utils
 
-from trtpd.errors import TrtpdError
-from trtpd.runtime.serve.pipeline_model import PipelineModel
+# The stub's interpreter does not look at PYTHONPATH; the launcher has set it to where trtpd is.
+sys.path[:0] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", *sys.path)]
+
+from trtpd.errors import TrtpdError  # noqa: E402
+from trtpd.runtime.serve.pipeline_model import PipelineModel  # noqa: E402
 
 
 class TritonPythonModel:
