@@ -175,6 +175,13 @@ class Books:
         self.undelivered.pop(request.id, None)
         request.attempt = None
 
+    def await_sink(self, request: Request) -> None:
+        """Its offer can be pulled and nobody can pull it now. The dispatch looks at it at once, and again when room
+        has changed."""
+        if request.id not in self.undelivered:
+            self.undelivered[request.id] = request
+            self.room_changed = True
+
     def requeue(self, request: Request) -> None:
         """Back to the queue, ahead of what has not been placed before."""
         request.state = State.QUEUED

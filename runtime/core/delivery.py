@@ -56,7 +56,7 @@ class Delivery:
         elif not attempt.joined and self._time_to_pull(attempt):
             sink = self._sink(request, attempt)
             if sink is None:
-                self._books.undelivered[request.id] = request
+                self._books.await_sink(request)
                 return False
             self._books.undelivered.pop(request.id, None)
             self._pull(request, attempt, sink)

@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
         reason = f"{error.code}: {error}"
         log.error("%s", error)
         return error.exit_code
-    except Exception as error:  # noqa: BLE001 - the process ends here; the router learns why
+    except Exception as error:
         reason = f"internal: {error!r}"
         log.critical("a bug of ours: %r", error, exc_info=True)
         return 1

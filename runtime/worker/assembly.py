@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+from trtpd.runtime.engine.factory import load_engine
 
 from trtpd.build.manifest import EngineConfig, Manifest, RoleEntry, read_engine_config, read_manifest
 from trtpd.errors import EngineError, InputError
@@ -18,7 +19,6 @@ from trtpd.kv_transfer.base import KVSink, KVSource, TransferSettings
 from trtpd.kv_transfer.factory import transport
 from trtpd.runtime.core.events import Hello
 from trtpd.runtime.engine.base import Engine, PagedKV
-from trtpd.runtime.engine.factory import load_engine
 from trtpd.runtime.worker.leader import Leader
 from trtpd.runtime.worker.leader_link import LeaderLink
 from trtpd.runtime.worker.local import LocalDesk
@@ -82,9 +82,7 @@ def assemble(place: Place) -> Worker:
     settle_on_cores(entry.cores.get(place.instance) or config.profile.cores, place.instance)
     generation = fresh_id(time.time_ns(), secrets.token_hex(4))
     with ExitStack() as parts:
-        engine = load_engine(
-            place.build / entry.directory, pool_name=place.instance, generation=generation
-        )
+        engine = load_engine(place.build / entry.directory, pool_name=place.instance, generation=generation)
         parts.callback(engine.shutdown)
         rate = warm_up(engine)
         hello = hello_of(place.instance, generation, manifest, config, engine, prefill_tokens_per_s=rate)

@@ -23,17 +23,22 @@ class Stage(Enum):
 
 @dataclass(slots=True)
 class Job:
-    """One attempt of one request here. `ending`: cancelled or withdrawn; its one last event will be
-    Drained."""
+    """One attempt of one request here. `ending`: it is being stopped, and its one last event will be `refusal`, or
+    Drained if there is none."""
 
     request: EngineRequest
     deadline_s: float
     stage: Stage
     ending: bool = False
+    refusal: core.Rejected | None = None
 
     @property
     def key(self) -> Key:
         return self.request.key
+
+    def last_word(self) -> core.InstanceEvent:
+        """What the router hears when a job that is ending has ended."""
+        return self.refusal or core.Drained(request_id=self.request.request_id, attempt=self.request.attempt)
 
 
 class DrainingError(ServeError):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from trtpd.errors import (
+    CapacityError,
     EngineError,
     InputError,
     InternalError,
@@ -23,7 +24,15 @@ from trtpd.errors import (
 )
 from trtpd.kv_transfer.base import Key, KVSink, KVSource, PullResult
 from trtpd.runtime.core import events as core
-from trtpd.runtime.engine.base import Engine, EngineEvent, EngineRequest, RequestKind
+from trtpd.runtime.engine.base import (
+    Engine,
+    EngineEvent,
+    EngineRequest,
+    PrefillBegan,
+    PrefillChunk,
+    PrefillDone,
+    RequestKind,
+)
 from trtpd.runtime.worker.jobs import (
     DrainingError,
     Job,
@@ -51,7 +60,6 @@ from trtpd.runtime.worker.pulls import NoKVError, Pulls
 log = logging.getLogger(__name__)
 
 IDLE_S = 0.1
-PULLING_S = 0.001
 REPORT_EVERY_S = 0.5
 SWEEP_EVERY_S = 0.25
 DEADLINE_GRACE_S = 2.0
@@ -71,7 +79,10 @@ class Link(Protocol):
 
 
 class Leader:
-    """One engine's leader. `source` is there where others pull KV from it, `sink` where it pulls."""
+    """One engine's leader. `source` is there where others pull KV from it, `sink` where it pulls.
+
+    The sink and the link must call `engine.wake` when they have something.
+    """
 
     def __init__(
         self,
@@ -185,8 +196,6 @@ class Leader:
     def _step_engine(self, timeout_s: float) -> core.Load:
         if self._outbox or (self._local is not None and self._local.pending):
             timeout_s = 0.0
-        elif self._pulls is not None and self._pulls.busy():
-            timeout_s = min(timeout_s, PULLING_S)
         self._link.busy_since_s = self._clock() if self._jobs else None
         report = self._engine.poll(timeout_s)
         self._link.busy_since_s = None
@@ -305,12 +314,19 @@ class Leader:
                 self._source.end(key)
         if job.ending:
             if last:
-                self._emit(core.Drained(request_id=key[0], attempt=key[1]))
+                self._emit(job.last_word())
         elif isinstance(event, core.Tokens | core.Drained | core.Rejected):
             self._emit(event)
         elif job.request.kind is RequestKind.CONTEXT_ONLY:
-            assert self._source is not None
+            self._hand_out(job, event)
+
+    def _hand_out(self, job: Job, event: PrefillBegan | PrefillChunk | PrefillDone) -> None:
+        assert self._source is not None
+        try:
             self._emit(hand_out(self._source, job, event))
+        except CapacityError as error:
+            job.refusal = rejected(job.key, error)
+            self._end(job.key)
 
     def _take_pulls(self) -> None:
         if self._pulls is not None:
@@ -324,7 +340,7 @@ class Leader:
             self._pulls.drop(job.key)
             self._forget(job.key)
             if job.ending:
-                self._emit(core.Drained(request_id=request_id, attempt=attempt))
+                self._emit(job.last_word())
             else:
                 self._emit(transfer_failed(job.key, result.code, result.error or "", result.retryable))
             return
@@ -368,7 +384,7 @@ class Leader:
             self._end(key)
         give_up_s = self._clock() + ABANDON_S
         while not self.idle and self._clock() < give_up_s:
-            self.turn(PULLING_S)
+            self.turn()
 
     def _reject_all(self, error: EngineError) -> None:
         for key in list(self._jobs):

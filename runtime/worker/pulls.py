@@ -3,13 +3,14 @@ thread."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
 
-from trtpd.errors import CapacityError, EngineError, TransferError
+from trtpd.errors import CapacityError, EngineError, LayoutError, TransferError
 from trtpd.kv_transfer.base import Key, KVSink, PullResult
-from trtpd.kv_transfer.offer import Chunk, Offer, Seal
+from trtpd.kv_transfer.offer import Chunk, Offer, Seal, decode_chunk, decode_offer, decode_seal
 from trtpd.runtime.engine.base import Engine, EngineRequest, PagedKV, RequestKind
 from trtpd.runtime.worker.messages import PullWork
 
@@ -56,13 +57,13 @@ class Pulls:
         """Reserves blocks and starts the pull. Raises NoKVError, RequestError or TransferError; then nothing
         is held."""
         key = (work.request_id, work.attempt)
-        offer = _decode(work.offer or b"", Offer)
+        offer = _decode(decode_offer, work.offer or b"", key)
         request = _checked_request(work, offer)
         blocks = self._kv.reserve(key, offer.prompt_tokens)
         if blocks is None:
             raise NoKVError(f"no room for the KV of {offer.prompt_tokens} tokens on this instance now")
         try:
-            self._sink.begin(offer, blocks[: self._kv.layout.blocks_for(offer.prompt_tokens)])
+            self._sink.begin(offer, blocks)
         except TransferError:
             self._kv.free(key)
             raise
@@ -73,9 +74,9 @@ class Pulls:
         key = (work.request_id, work.attempt)
         try:
             for data in work.chunks:
-                self._sink.ready(_decode(data, Chunk, key))
+                self._sink.ready(_decode(decode_chunk, data, key))
             if work.seal is not None:
-                seal = _decode(work.seal, Seal, key)
+                seal = _decode(decode_seal, work.seal, key)
                 self._seals[key] = seal
                 self._sink.sealed(seal)
         except HandOffError as error:
@@ -127,8 +128,8 @@ def _checked_request(work: PullWork, offer: Offer) -> EngineRequest:
     request, key = work.request, (work.request_id, work.attempt)
     if request is None or request.kind is not RequestKind.GENERATION_ONLY:
         raise HandOffError(f"the offer of request {key} came without a generation_only request")
-    if {request.key, (offer.request_id, offer.attempt)} != {key}:
-        raise HandOffError(f"the pull of request {key} carries another request or another offer")
+    if request.key != key:
+        raise HandOffError(f"the pull of request {key} carries request {request.key}")
     if len(request.prompt_ids) != offer.prompt_tokens:
         raise HandOffError(
             f"request {key} has {len(request.prompt_ids)} prompt tokens, its offer {offer.prompt_tokens}"
@@ -136,11 +137,13 @@ def _checked_request(work: PullWork, offer: Offer) -> EngineRequest:
     return request
 
 
-def _decode(data: bytes, kind: type[T], key: Key | None = None) -> T:
+def _decode(decoder: Callable[[bytes], T], data: bytes, key: Key) -> T:
     try:
-        value = msgspec.msgpack.decode(data, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise HandOffError(f"a malformed {kind.__name__.lower()}: {error}") from error
-    if key is not None and (value.request_id, value.attempt) != key:
-        raise HandOffError(f"a {kind.__name__.lower()} of {(value.request_id, value.attempt)} came for {key}")
+        value = decoder(data)
+    except LayoutError:
+        raise
+    except TransferError as error:
+        raise HandOffError(f"the hand-off of request {key} can't be read: {error}") from error
+    if value.key != key:
+        raise HandOffError(f"the hand-off of request {key} carries a part of {value.key}")
     return value

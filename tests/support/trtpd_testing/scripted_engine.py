@@ -110,8 +110,11 @@ class ScriptedSource:
         self.held: dict[Key, int] = {}
         self.published: list[tuple[Key, int]] = []
         self.lapse: list[Key] = []
+        self.refusal: Exception | None = None
 
     def offer(self, key: Key, *, prompt_tokens: int, blocks: Sequence[int]) -> Offer:
+        if self.refusal is not None:
+            raise self.refusal
         self.held[key] = len(blocks)
         return Offer(
             request_id=key[0],
@@ -135,7 +138,7 @@ class ScriptedSource:
         return Seal(
             request_id=key[0],
             attempt=key[1],
-            prompt_tokens=0,
+            prompt_tokens=1,
             first_token=first_token,
             first_log_prob=first_log_prob,
             seed=seed,
