@@ -1,9 +1,9 @@
 """KVSource and KVSink: the two sides of a hand-off, as two types.
 
-A source lives beside a prefill engine and a sink beside a decode engine, in the leader's engine thread. Neither
-blocks there: a sink copies in a thread of its own and `progress()` says what became of it. Blocks belong to the
-engine's allocator; a source asks for a block to be freed by ending the hold, a sink is given reserved blocks and
-never frees them itself.
+A source lives beside a prefill engine and a sink beside a decode engine, in the leader's engine thread.
+Neither blocks there: a sink copies in a thread of its own and `progress()` says what became of it. Blocks
+belong to the engine's allocator; a source asks for a block to be freed by ending the hold, a sink is given
+reserved blocks and never frees them itself.
 """
 
 from __future__ import annotations
@@ -12,18 +12,40 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from trtpd.errors import InternalError
 from trtpd.kv_transfer.layout import KVLayout
-from trtpd.kv_transfer.offer import Chunk, Offer, Seal
+from trtpd.kv_transfer.offer import LEASE_LIMIT_S, Chunk, Offer, Seal
 
 Key = tuple[int, int]
 """(request_id, attempt)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TransferSettings:
+    """What sources and sinks of one instance are made with.
+
+    `lease_s`: how long prefill keeps sealed KV that nobody asks for; a sink renews several times in it.
+    `digest_every`: one block in so many is digested; 1 for all, 0 for none. A sink verifies whatever digests
+    come. `one_piece_tokens`: shorter prompts are pulled in one go after the seal. Raises InternalError.
+    """
+
+    instance: str
+    generation: str
+    lease_s: float = 10.0
+    digest_every: int = 1
+    one_piece_tokens: int = 128
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.lease_s <= LEASE_LIMIT_S or self.digest_every < 0 or self.one_piece_tokens < 0:
+            raise InternalError(f"transfer settings out of range: {self}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PullResult:
     """What became of one pull. `error` is None on success, else the message; `retryable` as in TransferError.
 
-    `exposed_s` is the part of the transfer that ran after the seal, which the user waits for.
+    `seconds` is the time spent copying and verifying, waits for chunks not counted. `exposed_s` is the
+    part of the transfer that ran after the seal, which the user waits for.
     """
 
     key: Key
@@ -41,13 +63,14 @@ class KVSource(Protocol):
     """Prefill's side. Not thread-safe: called from the engine thread only."""
 
     def offer(self, key: Key, *, prompt_tokens: int, blocks: Sequence[int]) -> Offer:
-        """Starts a hold over `blocks` and says where they are. Raises InternalError if `key` holds already."""
+        """Starts a hold over `blocks` and says where they are. Raises InternalError if `key` holds already,
+        CapacityError if nothing more can be held."""
 
     def publish(self, key: Key, *, ready_tokens: int) -> Chunk:
         """The first `ready_tokens` tokens are final. Computes digests of the blocks finished since."""
 
     def seal(self, key: Key, *, first_token: int, first_log_prob: float | None, seed: int) -> Seal:
-        """The whole prompt is final; from here the lease runs."""
+        """The whole prompt is final; from here the lease runs, anew with every renewal received."""
 
     def end(self, key: Key) -> bool:
         """Ends the hold (acknowledged, withdrawn or cancelled). False if there was none. Idempotent.
@@ -73,7 +96,10 @@ class KVSink(Protocol):
         """Connects to the offer's pool if that is new. Raises LayoutError, TransferError."""
 
     def begin(self, offer: Offer, blocks: Sequence[int]) -> None:
-        """Starts a pull into the caller's reserved `blocks` (in prompt order). Raises as `handshake`."""
+        """Starts a pull into the caller's reserved `blocks` (in prompt order; more than the prompt needs may
+        be given, and stay untouched). Raises as `handshake`, LeaseError if the hold is over, InternalError if
+        `key` is being pulled already. A pull that failed may be begun again and is then told everything anew.
+        """
 
     def ready(self, chunk: Chunk) -> None:
         """More of the prompt may be copied. Unknown or old keys are ignored."""
@@ -82,7 +108,8 @@ class KVSink(Protocol):
         """All of it may be copied; when it is, verification follows. Unknown or old keys are ignored."""
 
     def abort(self, key: Key) -> None:
-        """Stops a pull. Its blocks stay busy until `progress` has returned its result."""
+        """Stops a pull. Its blocks stay busy until `progress` has returned its result, which may be another
+        than "aborted" if the pull had ended by itself."""
 
     def progress(self) -> list[PullResult]:
         """Pulls that ended since the last call, aborted ones included (code "aborted"). Once a result is

@@ -41,7 +41,7 @@ class KVLayout:
         return DTYPE_BYTES[self.dtype]
 
     def rank_heads(self, tp_rank: int) -> range:
-        """KV heads a tensor-parallel rank holds; ranges may be uneven, heads are shared when tp > kv_heads."""
+        """KV heads a tensor-parallel rank holds; ranges may be uneven, and tp > kv_heads shares heads."""
         if self.tp > self.kv_heads:
             head = tp_rank * self.kv_heads // self.tp
             return range(head, head + 1)

@@ -4,12 +4,12 @@ A leader calls `submit` and `cancel` between steps and `poll` for the next step.
 Keys are (request_id, attempt). What an engine can't do is in its `Capabilities`, never guessed from its name.
 
 Life of a key
-  CONTEXT_ONLY            PrefillBegan, PrefillChunk*, PrefillDone; then the engine HOLDS its KV until `release`
+  CONTEXT_ONLY            PrefillBegan, PrefillChunk*, PrefillDone; then the engine HOLDS its KV: `release`
   GENERATION_ONLY         KV was put into blocks reserved with `kv.reserve`; Tokens*, the last with `finish`
   CONTEXT_AND_GENERATION  PrefillBegan, PrefillChunk*, Tokens*, the last with `finish`
-and at any time instead: Rejected (never begun, given up, or failed: the engine holds nothing of it), or, after
-`cancel` or `release`, Drained. After the last event of a key (Rejected, Drained, Tokens with `finish`) its blocks
-are free. Each accepted key gets exactly one last event.
+and at any time instead: Rejected (never begun, given up, or failed: the engine holds nothing of it), or,
+after `cancel` or `release`, Drained. After the last event of a key (Rejected, Drained, Tokens with `finish`)
+its blocks are free. Each accepted key gets exactly one last event.
 """
 
 from __future__ import annotations
@@ -51,9 +51,10 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One request as an engine sees it.
 
     `prompt_ids` is the whole context: the user's prompt and, after a failover, the accepted output tokens, of
-    which there are `first_index`; the next token drawn has output index `first_index`. `max_tokens` bounds the
-    output as a whole, earlier tokens included. For GENERATION_ONLY `first_token` (output index `first_index`) was
-    drawn by prefill and reported; it is not in the KV yet, and the first Tokens event starts at first_index + 1.
+    which there are `first_index`; the next token drawn has output index `first_index`. `max_tokens` bounds
+    the output as a whole, earlier tokens included. For GENERATION_ONLY `first_token` (output index
+    `first_index`) was drawn by prefill and reported; it is not in the KV yet, and the first Tokens event
+    starts at first_index + 1.
     """
 
     request_id: int
@@ -87,7 +88,7 @@ class PrefillChunk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PrefillDone(msgspec.Struct, frozen=True, kw_only=True):
-    """The token at output index `first_index` was drawn. The engine holds the KV until `release` or `cancel`."""
+    """The token at output index `first_index` was drawn. KV is held until `release` or `cancel`."""
 
     request_id: int
     attempt: int
@@ -128,9 +129,13 @@ class PagedKV(Protocol):
     def pool(self) -> SharedPool:
         """The memory. Owned by the engine; gone after `Engine.shutdown`."""
 
-    def reserve(self, key: Key, tokens: int) -> tuple[int, ...] | None:
+    def reserve(self, key: Key, tokens: int, *, peak_tokens: int | None = None) -> tuple[int, ...] | None:
         """Blocks for a sequence that will come by transfer: for `tokens` prompt tokens and the first token
-        to be decoded. None when there is no room now. The key must then be submitted or freed."""
+        to be decoded. None when there is no room now. The key must then be submitted or freed.
+
+        `peak_tokens` (prompt + output at most) is what room is kept for, so that the sequence can't die for
+        lack of blocks; where it isn't given, the longest sequence the engine takes.
+        """
 
     def free(self, key: Key) -> None:
         """Gives reserved blocks back before `submit`. Idempotent."""
@@ -150,8 +155,8 @@ class Engine(Protocol):
         """None where the engine moves its KV itself."""
 
     def submit(self, request: EngineRequest) -> None:
-        """Queues a request. Raises RequestError for one that could never run here (too long, a token id out of
-        range, sampling out of range, unknown key for GENERATION_ONLY); then nothing was accepted."""
+        """Queues a request. Raises RequestError for one that could never run here (too long, a token id out
+        of range, sampling out of range, unknown key for GENERATION_ONLY); then nothing was accepted."""
 
     def cancel(self, key: Key) -> None:
         """Stops it before its next step. `Drained` follows from `poll`. Unknown keys are ignored."""

@@ -10,6 +10,7 @@ TrtpdError                 anything of ours; `code` is its reason in metrics, me
 ├─ TransferError           KV could not be moved; `retryable` says whether the same offer may be tried again
 │  ├─ LayoutError          the two layouts can't be converted
 │  ├─ LeaseError           the lease ended, or the blocks changed under the copy
+│  ├─ PeerGoneError        the process that holds the KV has died
 │  └─ IntegrityError       a digest differs
 ├─ CapacityError           no room now
 │  ├─ SaturatedError       try again after `retry_after_s`
@@ -84,6 +85,13 @@ class LeaseError(TransferError):
     """The lease ended, or a block's epoch changed before its copy was used."""
 
     code = "lease_lost"
+    retryable = False
+
+
+class PeerGoneError(TransferError):
+    """The process that held the KV has died before all of it was there."""
+
+    code = "peer_gone"
     retryable = False
 
 

@@ -1,0 +1,139 @@
+"""What one engine step computes: continuous batching with chunked prefill, as a pure function.
+
+Engines and simulated workers plan with the same function; only what executes the plan differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trtpd.errors import EngineError
+from trtpd.runtime.engine.base import Key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLimits:
+    """`max_step_tokens` in one step, `chunk_tokens` of one prompt in one step, `max_batch` sequences at
+    once."""
+
+    max_step_tokens: int
+    chunk_tokens: int
+    max_batch: int
+
+    def __post_init__(self) -> None:
+        for name in ("max_step_tokens", "chunk_tokens", "max_batch"):
+            if getattr(self, name) < 1:
+                raise EngineError(
+                    f"step limits: {name} is {getattr(self, name)}; it must be at least 1. Build again"
+                )
+
+    @property
+    def max_running(self) -> int:
+        """Sequences that may run at once: with more than `max_step_tokens` some would get no token in a
+        step."""
+        return min(self.max_batch, self.max_step_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefilling:
+    """An admitted sequence: KV of `done_tokens` of its `prompt_tokens` is there."""
+
+    key: Key
+    prompt_tokens: int
+    done_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """A sequence not admitted yet. `peak_blocks` is the most it can ever need."""
+
+    key: Key
+    prompt_tokens: int
+    peak_blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanState:
+    """What the planner sees. All in the order of arrival.
+
+    `joining` have their KV (it came by transfer) and wait only for a place. `available_blocks` are neither
+    held nor promised to a running sequence's growth.
+    """
+
+    decoding: Sequence[Key] = ()
+    joining: Sequence[Key] = ()
+    prefilling: Sequence[Prefilling] = ()
+    waiting: Sequence[Waiting] = ()
+    available_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillPart:
+    """`tokens` prompt tokens of one sequence from position `start` on; `last` ends the prompt."""
+
+    key: Key
+    start: int
+    tokens: int
+    last: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """`decodes` compute one token each. `joined` and `admitted` are those that start with this step; their
+    first work is among `decodes` and `prefills`. `short_blocks` is what the first in line needs at its peak
+    when blocks are what it waits for, else 0: nobody who came later should take them."""
+
+    decodes: tuple[Key, ...] = ()
+    prefills: tuple[PrefillPart, ...] = ()
+    joined: tuple[Key, ...] = ()
+    admitted: tuple[Key, ...] = ()
+    short_blocks: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return len(self.decodes) + sum(part.tokens for part in self.prefills)
+
+
+def plan_step(state: PlanState, limits: StepLimits) -> StepPlan:
+    """Decodes first, then prompts under way, then new ones, first come first served.
+
+    A sequence is admitted only with room for its peak, so that a running one never dies for lack of blocks.
+    The first in line that does not fit stops those behind it.
+    """
+    places = limits.max_running - len(state.decoding) - len(state.prefilling)
+    joined = tuple(state.joining[: max(places, 0)])
+    places -= len(joined)
+    decodes = (*state.decoding, *joined)
+    budget = limits.max_step_tokens - len(decodes)
+    prefills: list[PrefillPart] = []
+    for sequence in state.prefilling:
+        if budget > 0:
+            prefills.append(_part(sequence.key, sequence.done_tokens, sequence.prompt_tokens, budget, limits))
+            budget -= prefills[-1].tokens
+    admitted: list[Key] = []
+    blocks, short_blocks = state.available_blocks, 0
+    for candidate in state.waiting:
+        if candidate.peak_blocks > blocks:
+            short_blocks = candidate.peak_blocks
+            break
+        if places <= 0 or budget <= 0:
+            break
+        prefills.append(_part(candidate.key, 0, candidate.prompt_tokens, budget, limits))
+        admitted.append(candidate.key)
+        budget -= prefills[-1].tokens
+        blocks -= candidate.peak_blocks
+        places -= 1
+    return StepPlan(
+        decodes=decodes,
+        prefills=tuple(prefills),
+        joined=joined,
+        admitted=tuple(admitted),
+        short_blocks=short_blocks,
+    )
+
+
+def _part(key: Key, done_tokens: int, prompt_tokens: int, budget: int, limits: StepLimits) -> PrefillPart:
+    left = prompt_tokens - done_tokens
+    tokens = min(left, budget, limits.chunk_tokens)
+    return PrefillPart(key=key, start=done_tokens, tokens=tokens, last=tokens == left)

@@ -1,0 +1,47 @@
+"""Executor: what an engine is once scheduling is taken out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from trtpd.runtime.engine.base import Sampling
+from trtpd.runtime.engine.sampling import Draw
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawAt:
+    """Draw the token at output index `index`."""
+
+    sampling: Sampling
+    index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """One sequence's part in a step: compute `ids` at positions `start ...`.
+
+    `blocks` hold the sequence's KV in order and have room for `start + len(ids)` tokens; the first `start` of
+    them are there. `draw` asks for the token after the last of `ids`.
+    """
+
+    ids: Sequence[int]
+    start: int
+    blocks: Sequence[int]
+    draw: DrawAt | None
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.ids)
+
+
+class Executor(Protocol):
+    def run(self, pieces: Sequence[Piece]) -> list[Draw | None]:
+        """Computes one step, writes its KV and draws: one entry per piece, None where none was asked for.
+
+        Raises EngineError if the step failed; then nothing is known of the KV of the sequences in it.
+        """
+
+    def close(self) -> None:
+        """Lets go of the KV pool's memory and everything else. Idempotent."""
