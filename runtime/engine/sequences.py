@@ -135,8 +135,7 @@ class SequenceTable:
             decoding=tuple(self._stages[Stage.DECODING]),
             joining=tuple(self._stages[Stage.JOINING]),
             prefilling=[
-                Prefilling(key=s.key, prompt_tokens=s.prompt_tokens, done_tokens=s.done_tokens)
-                for s in prefilling
+                Prefilling(key=s.key, prompt_tokens=s.prompt_tokens, done_tokens=s.done_tokens) for s in prefilling
             ],
             waiting=[
                 Waiting(key=s.key, prompt_tokens=s.prompt_tokens, peak_blocks=blocks_for(s.peak_tokens))

@@ -10,6 +10,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import pytest
 from msgspec.structs import replace
@@ -21,6 +22,7 @@ from trtpd.runtime.engine.base import (
     EngineEvent,
     EngineRequest,
     Key,
+    PagedKV,
     PrefillBegan,
     PrefillChunk,
     PrefillDone,
@@ -29,6 +31,7 @@ from trtpd.runtime.engine.base import (
     StepReport,
 )
 
+Event = TypeVar("Event", bound=EngineEvent)
 MakeEngine = Callable[..., Engine]
 GREEDY = Sampling()
 SEEDED = Sampling(temperature=0.9, top_k=40, top_p=0.95, seed=1234)
@@ -78,6 +81,16 @@ class Driver:
     events: dict[Key, list[EngineEvent]] = field(default_factory=dict)
     ended: set[Key] = field(default_factory=set)
 
+    @property
+    def kv(self) -> PagedKV:
+        assert self.engine.kv is not None
+        return self.engine.kv
+
+    def reserve(self, key: Key, tokens: int, *, peak_tokens: int | None = None) -> int | None:
+        """How many blocks were reserved, None if there was no room."""
+        blocks = self.kv.reserve(key, tokens, peak_tokens=peak_tokens)
+        return None if blocks is None else len(blocks)
+
     def submit(self, what: EngineRequest) -> Key:
         self.engine.submit(what)
         self.events[what.key] = []
@@ -104,7 +117,7 @@ class Driver:
     def finish(self, *keys: Key) -> None:
         self.until(lambda: self.ended.issuperset(keys or self.events))
 
-    def of(self, key: Key, kind: type[EngineEvent]) -> list:
+    def of(self, key: Key, kind: type[Event]) -> list[Event]:
         return [event for event in self.events[key] if isinstance(event, kind)]
 
     def output(self, key: Key) -> list[int]:
@@ -133,9 +146,7 @@ def blocks_of(driver: Driver, key: Key) -> list[int]:
     return list(driver.of(key, PrefillBegan)[0].blocks)
 
 
-def copy_blocks(source: Engine, blocks: list[int], sink: Engine, into: list[int]) -> None:
-    assert source.kv is not None
-    assert sink.kv is not None
+def copy_blocks(source: Driver, blocks: list[int], sink: Driver, into: list[int]) -> None:
     pools = source.kv.pool, sink.kv.pool
     for theirs, ours in zip([*pools[0].keys, *pools[0].values], [*pools[1].keys, *pools[1].values], strict=True):
         ours[into] = theirs[blocks]
@@ -146,11 +157,10 @@ def hand_over(source: Driver, sink: Driver, what: EngineRequest) -> list[int]:
     done = source.prefill(replace(what, kind=CONTEXT_ONLY))
     if done.finish is not None:
         return [done.token]
-    assert sink.engine.kv is not None
-    reserved = sink.engine.kv.reserve(what.key, len(what.prompt_ids), peak_tokens=len(what.prompt_ids) + what.max_tokens)
+    reserved = sink.kv.reserve(what.key, len(what.prompt_ids), peak_tokens=len(what.prompt_ids) + what.max_tokens)
     assert reserved is not None
     theirs = blocks_of(source, what.key)
-    copy_blocks(source.engine, theirs, sink.engine, list(reserved[: len(theirs)]))
+    copy_blocks(source, theirs, sink, list(reserved[: len(theirs)]))
     source.engine.release(what.key)
     source.finish(what.key)
     rest = sink.run(replace(what, kind=GENERATION_ONLY, first_token=done.token))
@@ -203,8 +213,8 @@ class EngineConformance:
     def test_handing_the_kv_over_changes_no_token(self, make_engine, driver, sampling):
         source, sink = Driver(make_engine()), Driver(make_engine())
         for key in ((97, 1), (98, 1), (99, 1)):  # so that the two have the prompt in different blocks
-            sink.engine.kv.reserve(key, 20, peak_tokens=30)
-        sink.engine.kv.free((98, 1))
+            sink.kv.reserve(key, 20, peak_tokens=30)
+        sink.kv.free((98, 1))
         for number, tokens in enumerate((1, 31, 32, 33, 100), start=1):
             what = request(number, prompt(tokens), sampling=sampling)
             assert hand_over(source, sink, what) == driver.run(what)
@@ -213,13 +223,13 @@ class EngineConformance:
         sink = Driver(make_engine())
         what = request(1, prompt(70))
         expected = driver.run(what)
-        sink.engine.kv.reserve(what.key, 70, peak_tokens=82)
+        sink.kv.reserve(what.key, 70, peak_tokens=82)
         rest = sink.run(replace(what, kind=GENERATION_ONLY, first_token=expected[0]))
         assert rest != expected[1:]
 
     def test_ready_kv_is_not_written_again(self, driver):
         key = driver.submit(request(1, prompt(90), kind=CONTEXT_ONLY))
-        pool = driver.engine.kv.pool
+        pool = driver.kv.pool
         seen: dict[int, bytes] = {}
 
         def content(tokens: int) -> bytes:
@@ -319,7 +329,7 @@ class EngineConformance:
             assert len(driver.of(key, Drained)) == 1
 
     def test_a_transferred_sequence_can_be_cancelled_before_it_joins(self, driver):
-        driver.engine.kv.reserve((1, 1), 40)
+        driver.kv.reserve((1, 1), 40)
         driver.submit(request(1, prompt(40), kind=GENERATION_ONLY, first_token=3))
         driver.engine.cancel((1, 1))
         assert [type(event) for event in driver.step().events] == [Drained]
@@ -327,7 +337,7 @@ class EngineConformance:
     def test_unknown_keys_are_ignored(self, driver):
         driver.engine.cancel((99, 1))
         driver.engine.release((99, 1))
-        driver.engine.kv.free((99, 1))
+        driver.kv.free((99, 1))
         assert driver.step().events == ()
 
     def test_release_does_not_stop_what_is_not_held(self, driver):
@@ -365,7 +375,7 @@ class EngineConformance:
         assert driver.step().events == ()
 
     def test_a_transferred_sequence_that_has_ended_is_refused_and_keeps_its_reservation(self, driver):
-        kv = driver.engine.kv
+        kv = driver.kv
         kv.reserve((1, 1), 9)
         ended = request(1, prompt(9), kind=GENERATION_ONLY, first_token=4, sampling=Sampling(end_ids=(4,)))
         for wrong in (ended, request(1, prompt(9), kind=GENERATION_ONLY, first_token=4, max_tokens=1)):
@@ -397,13 +407,13 @@ class EngineConformance:
 
     def test_reservations_end_where_room_ends(self, make_engine):
         driver = Driver(make_engine(kv_blocks=5))
-        kv = driver.engine.kv
-        assert len(kv.reserve((1, 1), 32, peak_tokens=60)) == 2
-        assert len(kv.reserve((2, 1), 31, peak_tokens=96)) == 1
-        assert kv.reserve((3, 1), 5, peak_tokens=20) is None
+        kv = driver.kv
+        assert driver.reserve((1, 1), 32, peak_tokens=60) == 2
+        assert driver.reserve((2, 1), 31, peak_tokens=96) == 1
+        assert driver.reserve((3, 1), 5, peak_tokens=20) is None
         kv.free((2, 1))
         kv.free((2, 1))
-        assert len(kv.reserve((3, 1), 5, peak_tokens=20)) == 1
+        assert driver.reserve((3, 1), 5, peak_tokens=20) == 1
 
     def test_reservations_leave_the_blocks_of_the_first_in_line_alone(self, make_engine):
         driver = Driver(make_engine(kv_blocks=5))
@@ -411,19 +421,19 @@ class EngineConformance:
         driver.step()
         first_in_line = driver.submit(request(2, prompt(120), max_tokens=2))
         driver.step()
-        assert driver.engine.kv.reserve((3, 1), 10, peak_tokens=20) is None
+        assert driver.kv.reserve((3, 1), 10, peak_tokens=20) is None
         driver.finish(running)
         driver.step()
         assert driver.of(first_in_line, PrefillBegan)
-        assert driver.engine.kv.reserve((3, 1), 10, peak_tokens=20) is not None
+        assert driver.kv.reserve((3, 1), 10, peak_tokens=20) is not None
 
     def test_freed_blocks_get_a_new_epoch(self, driver):
         what = request(1, prompt(40), kind=CONTEXT_ONLY)
         driver.prefill(what)
         blocks = blocks_of(driver, what.key)
-        before = driver.engine.kv.pool.epochs_of(blocks)
+        before = driver.kv.pool.epochs_of(blocks)
         driver.engine.release(what.key)
-        after = driver.engine.kv.pool.epochs_of(blocks)
+        after = driver.kv.pool.epochs_of(blocks)
         assert all(new > old for old, new in zip(before, after, strict=True))
 
     def test_load_tells_what_is_queued_and_running(self, driver):
@@ -443,7 +453,7 @@ class EngineConformance:
         driver = Driver(make_engine())
         driver.submit(request(1, prompt(60)))
         driver.step()
-        pool = driver.engine.kv.pool
+        pool = driver.kv.pool
         driver.engine.shutdown()
         driver.engine.shutdown()
         assert pool.gone()
@@ -456,7 +466,9 @@ class EngineConformance:
     def test_random_traffic_with_cancels_ends_clean_and_right(self, driver, seed):
         rng = random.Random(seed)
         requests = [
-            request(n, prompt(rng.randint(1, 90), n), max_tokens=rng.randint(1, 12), sampling=rng.choice([GREEDY, SEEDED]))
+            request(
+                n, prompt(rng.randint(1, 90), n), max_tokens=rng.randint(1, 12), sampling=rng.choice([GREEDY, SEEDED])
+            )
             for n in range(12)
         ]
         expected = {what.key: driver.run(replace(what, attempt=7)) for what in requests}

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import threading
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from msgspec.structs import replace
 from tests.runtime.engine import tiny
 from tests.runtime.engine.conformance import GREEDY, SEEDED, Driver, hand_over, prompt, request
 
+from trtpd.build.spec import EmulatedSpec
 from trtpd.errors import EngineError
 from trtpd.kv_transfer.layout import KVLayout
 from trtpd.kv_transfer.pool import SharedPool
@@ -18,7 +20,11 @@ from trtpd.runtime.engine.emulated import EmulatedExecutor, StepCosts
 from trtpd.runtime.engine.executor import DrawAt, Piece
 
 COSTS = StepCosts(
-    prefill_tokens_per_s=1000.0, decode_step_ms=10.0, step_ms=1.0, decode_sequence_ms=2.0, decode_kv_token_us=10.0
+    prefill_tokens_per_s=1000.0,
+    decode_step_ms=10.0,
+    prefill_step_ms=1.0,
+    decode_ms_per_sequence=2.0,
+    decode_ms_per_1k_kv_tokens=10.0,
 )
 PREFILL = Piece(ids=prompt(100), start=0, blocks=(0, 1, 2, 3), draw=None)
 DECODE = Piece(ids=(5,), start=99, blocks=(0, 1, 2, 3), draw=None)
@@ -26,7 +32,7 @@ DECODE = Piece(ids=(5,), start=99, blocks=(0, 1, 2, 3), draw=None)
 
 @pytest.mark.parametrize(
     ("pieces", "seconds"),
-    [([PREFILL], 0.101), ([DECODE], 0.014), ([DECODE, DECODE], 0.017), ([DECODE, PREFILL], 0.114)],
+    [([PREFILL], 0.101), ([DECODE], 0.013), ([DECODE, DECODE], 0.016), ([DECODE, PREFILL], 0.114)],
 )
 def test_a_step_costs_its_prompt_tokens_and_its_decodes(pieces, seconds):
     assert COSTS.step_s(pieces) == pytest.approx(seconds)
@@ -49,10 +55,28 @@ def test_wrong_costs_are_refused(emulated_costs, message):
 def test_an_engine_sleeps_what_its_steps_cost():
     slept: list[float] = []
     settings = tiny.config(tiny.architecture(), engine="emulated")
-    engine = emulated.load(settings, Path(), pool_name="test-costs", generation="g", sleep=slept.append)
+    engine = emulated.load(
+        settings, Path(), pool_name="test-costs", generation="g", sleep=slept.append, clock=lambda: 0.0
+    )
     Driver(engine).run(request(1, prompt(40), max_tokens=3))
     engine.shutdown()
     assert slept == pytest.approx([0.032, 0.008, 0.01, 0.01])
+
+
+def test_what_a_step_took_is_not_slept_again():
+    slept: list[float] = []
+    seconds = itertools.count()
+    settings = tiny.config(tiny.architecture(), engine="emulated")
+    engine = emulated.load(
+        settings, Path(), pool_name="test-took", generation="g", sleep=slept.append, clock=lambda: float(next(seconds))
+    )
+    Driver(engine).run(request(1, prompt(20), max_tokens=1))
+    engine.shutdown()
+    assert slept == [0.0]
+
+
+def test_a_build_of_an_emulated_pipeline_has_costs_it_takes():
+    assert StepCosts.of(EmulatedSpec().model_dump()).prefill_tokens_per_s == 8000.0
 
 
 def test_a_sleeping_step_ends_when_the_engine_is_closed():
