@@ -90,26 +90,18 @@ def resolve(
     room_tokens = _room_tokens(spec, pools, layouts, architecture, machine)
     max_seq_tokens = spec.kv.max_seq_tokens or _longest(pools, layouts, room_tokens, architecture)
     cores = _cores(pools, machine)
-    tpot_ms = spec.slo.tpot_ms
+    tpot_s = spec.slo.tpot_ms / 1000 if spec.slo.tpot_ms else None
     roles: dict[RoleName, ResolvedRole] = {}
     for role, pool in pools.items():
-        names = tuple(f"{role}_{index}" for index in range(pool.instances))
         room = RoleRoom(cores=cores[role], instances=pool.instances, kv_tokens=room_tokens[role])
-        profile = profile_for(
-            role,
-            _wishes(pool),
-            room,
-            layouts[role],
-            tpot_s=tpot_ms / 1000 if tpot_ms else None,
-            measure=measure,
-        )
+        names = tuple(f"{role}_{index}" for index in range(pool.instances))
         roles[role] = ResolvedRole(
             role=role,
             instances=names,
             tp=pool.tp,
             precision=_precision(spec, pool, machine),
             layout=layouts[role],
-            profile=profile,
+            profile=profile_for(role, _wishes(pool), room, layouts[role], tpot_s=tpot_s, measure=measure),
             cores=dict(zip(names, split_cores(cores[role], len(names)), strict=True)) if names else {},
         )
     return ResolvedPipeline(
@@ -177,9 +169,7 @@ def _room_tokens(
         for pool in pools.values()
     )
     budget = min(_SHM_SHARE * machine.shm_bytes, _MEMORY_SHARE * max(0, machine.memory_bytes - weights))
-    asked = sum(
-        pool.instances * (pool.kv_tokens or 0) * layouts[role].bytes_per_token for role, pool in pools.items()
-    )
+    asked = sum(pool.instances * (pool.kv_tokens or 0) * layouts[role].bytes_per_token for role, pool in pools.items())
     sharing = sum(pool.instances for pool in pools.values() if pool.kv_tokens is None)
     share = max(0.0, budget - asked) / max(1, sharing)
     return {role: min(wanted, int(share) // layout.bytes_per_token) for role, layout in layouts.items()}
@@ -193,9 +183,7 @@ def _longest(
 ) -> int:
     """The longest sequence that the model knows positions for and every pool holds."""
     held = [
-        (pool.kv_tokens or room_tokens[role])
-        // layouts[role].tokens_per_block
-        * layouts[role].tokens_per_block
+        (pool.kv_tokens or room_tokens[role]) // layouts[role].tokens_per_block * layouts[role].tokens_per_block
         for role, pool in pools.items()
     ]
     return max(1, min(architecture.max_position_embeddings, *held))

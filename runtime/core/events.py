@@ -1,14 +1,16 @@
 """What goes into RouterCore (events) and what comes out (commands). Plain data, standard library only.
 
 Payloads that the core only passes on (offers, seals, chunks) are opaque bytes here: the wire's msgpack.
-`attempt` counts placements of one request from 1; together with the instance's `generation` it fences old answers.
-Instants are seconds on the driver's clock.
+`attempt` counts placements of one request from 1; together with the instance's `generation` it fences old
+answers. Instants are seconds on the driver's clock.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Literal
+
+from trtpd.runtime.core.lifecycle import Timeline
 
 FinishReason = Literal["stop", "length"]
 Role = Literal["prefill", "decode", "mixed"]
@@ -18,8 +20,9 @@ Role = Literal["prefill", "decode", "mixed"]
 class Capabilities:
     """What an engine can't do, as data; the core plans by these and never by an engine's name.
 
-    chunk_events: reports chunks before the seal · release: held KV can be freed on request · repull: an offer can
-    be pulled twice · digests: blocks can be verified · seeded_resume: sampling is a function of (seed, position).
+    chunk_events: reports chunks before the seal · release: held KV can be freed on request · repull: an offer
+    can be pulled twice · digests: blocks can be verified · seeded_resume: sampling is a function of (seed,
+    position).
     """
 
     chunk_events: bool = True
@@ -31,7 +34,8 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What an instance reports with every step. `queued_tokens` are prompt tokens accepted and not yet computed."""
+    """What an instance reports with every step. `queued_tokens` are prompt tokens accepted and not yet
+    computed."""
 
     kv_blocks_free: int
     kv_blocks_held: int = 0
@@ -42,7 +46,7 @@ class Load:
     step_tokens: int = 0
 
 
-# Events from one instance, carried by Step -----------------------------------------------------------------------
+# Events from one instance, carried by Step ------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +72,8 @@ class ChunkReady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sealed:
-    """Prefill is done and drew the token at output index `first_index`. `finish` is set if it ends the answer."""
+    """Prefill is done and drew the token at output index `first_index`. `finish` is set if it ends the
+    answer."""
 
     request_id: int
     attempt: int
@@ -111,7 +116,8 @@ class TransferFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """Tokens at output indexes `first_index ...` of one request. The last one ends the answer if `finish` is set.
+    """Tokens at output indexes `first_index ...` of one request. The last one ends the answer if `finish` is
+    set.
 
     `log_probs` is empty or as long as `ids`. The end token itself is among `ids`.
     """
@@ -126,7 +132,8 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drained:
-    """The instance holds nothing of this attempt any more (answer to Cancel and Withdraw, or a lapsed lease)."""
+    """The instance holds nothing of this attempt any more (answer to Cancel and Withdraw, or a lapsed
+    lease)."""
 
     request_id: int
     attempt: int
@@ -151,12 +158,16 @@ InstanceEvent = (
 )
 
 
-# Events -----------------------------------------------------------------------------------------------------------
+# Events -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrived:
-    """A new request. `deadline_s` is an instant; targets are durations from arrival (TTFT) and per token (TPOT)."""
+    """A new request. `deadline_s` is an instant; targets are durations from arrival (TTFT) and per token
+    (TPOT).
+
+    `model` may be left out while one model is served. `request_id` is unique in the router's life.
+    """
 
     request_id: int
     prompt_tokens: int
@@ -167,13 +178,16 @@ class Arrived:
     priority: int = 0
     tenant: str = ""
     block_hashes: tuple[int, ...] = ()
+    model: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """An instance registers, or registers again with a new `generation` after a restart (all it held is gone).
+    """An instance registers, or registers again with a new `generation` after a restart (all it held is
+    gone).
 
-    `pairing_key` is equal for instances that can exchange KV. `fingerprint` names the build; pairs never cross it.
+    `pairing_key` is equal for instances that can exchange KV. `fingerprint` names the build; pairs never
+    cross it.
     """
 
     instance: str
@@ -242,21 +256,21 @@ class Drain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tick:
-    """Time has passed (sent for every WakeAt, and may be sent at any time)."""
+    """Time has passed (sent for every WakeAt, not before its instant, and may be sent at any time)."""
 
 
 Event = Arrived | Hello | Step | Lost | LinkDown | TextStopped | ClientGone | Drain | Tick
 
 
-# Commands ---------------------------------------------------------------------------------------------------------
+# Commands ---------------------------------------------------------------------------------------------------
 
 WorkKind = Literal["context_only", "context_and_generation"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submit:
-    """Prefill this request on `instance`. The driver adds the prompt; `journal` are accepted output tokens that
-    now belong to the prompt, so output starts at index len(journal)."""
+    """Prefill this request on `instance`. The driver adds the prompt; `journal` are accepted output tokens
+    that now belong to the prompt, so output starts at index len(journal)."""
 
     instance: str
     request_id: int
@@ -283,7 +297,8 @@ class Pull:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Withdraw:
-    """Prefill frees what it holds for this attempt (delivered, or no longer wanted). Answered by Drained."""
+    """Prefill frees what it holds for this attempt (delivered, or no longer wanted). Answered by Drained,
+    also when nothing is held any more."""
 
     instance: str
     request_id: int
@@ -292,7 +307,8 @@ class Withdraw:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cancel:
-    """The instance stops this attempt and frees it. Answered by Drained."""
+    """The instance stops this attempt and frees it. Answered by Drained, also when nothing is held any
+    more."""
 
     instance: str
     request_id: int
@@ -311,12 +327,16 @@ class Emit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finish:
-    """The request's end. `reason` is "stop", "length", "cancelled", or an error's code with `message` for it."""
+    """The request's end. `reason` is "stop", "length", "cancelled", or an error's code with `message` for it.
+
+    `timeline` is the request's whole record, the driver's from here on.
+    """
 
     request_id: int
     state: str
     reason: str
     message: str = ""
+    timeline: Timeline | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

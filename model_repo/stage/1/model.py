@@ -1,0 +1,32 @@
+"""A stage model: hands everything to trtpd.runtime.serve.stage_model."""
+
+import logging
+import os
+import sys
+
+import triton_python_backend_utils as pb_utils
+
+# The stub's interpreter does not look at PYTHONPATH; the launcher has set it to where trtpd is.
+sys.path[:0] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", *sys.path)]
+
+from trtpd.errors import TrtpdError  # noqa: E402
+from trtpd.runtime.serve.stage_model import StageModel  # noqa: E402
+
+
+class TritonPythonModel:
+    """Owns the worker of the instance it is named after."""
+
+    def initialize(self, args):
+        name = args["model_name"]
+        logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {name} %(levelname)s %(name)s: %(message)s")
+        try:
+            self.model = StageModel(pb_utils, args)
+        except TrtpdError as error:
+            raise pb_utils.TritonModelException(f"{type(error).__name__}: {error}") from error
+
+    def execute(self, requests):
+        self.model.execute(requests)
+
+    def finalize(self):
+        if hasattr(self, "model"):
+            self.model.finalize()

@@ -1,0 +1,382 @@
+"""A prefill, decode or mixed instance without an engine: RouterCore's commands in, the events of a real one
+out.
+
+It has no clock. A driver asks what the next step would compute (`begin`), lets its time pass, and has it done
+(`finish`); it also says when a pull has ended. So the simulator and the property tests share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from trtpd.errors import InternalError
+from trtpd.runtime.core.cluster import blocks_for
+from trtpd.runtime.core.events import (
+    Cancel,
+    Capabilities,
+    ChunkReady,
+    Drained,
+    FinishReason,
+    Hello,
+    InstanceEvent,
+    Load,
+    Offered,
+    Pull,
+    Rejected,
+    Role,
+    Sealed,
+    Submit,
+    Tokens,
+    TransferBegun,
+    TransferDone,
+    TransferFailed,
+    Withdraw,
+)
+
+Key = tuple[int, int]
+Phase = Literal["waiting", "prefilling", "held", "pulling", "decoding"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSpec:
+    """What an instance registers with, and its step limits."""
+
+    name: str
+    role: Role
+    kv_blocks: int = 1024
+    tokens_per_block: int = 32
+    max_seq_tokens: int = 8192
+    max_batch: int = 16
+    max_step_tokens: int = 2048
+    chunk_tokens: int = 512
+    prefill_tokens_per_s: float = 1000.0
+    bytes_per_token: int = 23040
+    model: str = "m"
+    fingerprint: str = "f"
+    pairing_key: str = "k"
+    host: str = "h"
+    capabilities: Capabilities = field(default_factory=Capabilities)
+
+    def hello(self, generation: str) -> Hello:
+        return Hello(
+            instance=self.name,
+            generation=generation,
+            role=self.role,
+            model=self.model,
+            fingerprint=self.fingerprint,
+            pairing_key=self.pairing_key,
+            host=self.host,
+            kv_blocks=self.kv_blocks,
+            tokens_per_block=self.tokens_per_block,
+            max_seq_tokens=self.max_seq_tokens,
+            max_batch=self.max_batch,
+            bytes_per_token=self.bytes_per_token,
+            prefill_tokens_per_s=self.prefill_tokens_per_s,
+            transports=("sim",),
+            capabilities=self.capabilities,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Truth:
+    """What a request is, and what its answer is whoever computes it: `output_tokens` tokens of
+    `true_token`."""
+
+    request_id: int
+    prompt_tokens: int
+    max_tokens: int
+    output_tokens: int
+
+    @property
+    def finish(self) -> FinishReason:
+        return "length" if self.output_tokens >= self.max_tokens else "stop"
+
+
+def true_token(request_id: int, index: int) -> int:
+    """The token at an output index: a function of both alone, as with greedy or counter-based sampling."""
+    return (request_id * 2654435761 + (index + 1) * 40503) % 49152
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """One attempt on this instance. `next_index` is the output index of the next token it computes."""
+
+    key: Key
+    truth: Truth
+    kind: Literal["context_only", "local", "pulled"]
+    context_tokens: int
+    next_index: int
+    phase: Phase
+    blocks: int
+    done_tokens: int = 0
+    kv_tokens: int = 0
+    ready_tokens: int = 0
+    sealed: bool = False
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """`tokens` prompt tokens of one sequence."""
+
+    key: Key
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """One step: these sequences compute one token each, these parts of prompts are computed."""
+
+    decodes: tuple[Key, ...]
+    prefills: tuple[Part, ...]
+
+
+StepPolicy = Callable[[Sequence[Key], Sequence[tuple[Key, int]], WorkerSpec], StepPlan]
+"""(decoding in order, (key, prompt tokens left) of those in prefill in order, limits) -> plan."""
+
+
+def decode_first(decoding: Sequence[Key], prefilling: Sequence[tuple[Key, int]], spec: WorkerSpec) -> StepPlan:
+    """One token for each decoding sequence up to the batch, the rest of the step's budget for prompts in
+    order."""
+    decodes = tuple(decoding[: spec.max_batch])
+    budget = spec.max_step_tokens - len(decodes)
+    parts: list[Part] = []
+    for key, left in prefilling:
+        tokens = min(left, budget, spec.chunk_tokens)
+        if tokens <= 0:
+            break
+        parts.append(Part(key=key, tokens=tokens))
+        budget -= tokens
+    return StepPlan(decodes=decodes, prefills=tuple(parts))
+
+
+class SimulatedWorker:
+    """One life of one instance: a restart is a new object. `truths` is shared with the driver, which fills
+    it."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        generation: str,
+        truths: dict[int, Truth],
+        *,
+        policy: StepPolicy = decode_first,
+    ) -> None:
+        self.spec = spec
+        self.generation = generation
+        self.sequences: dict[Key, Running] = {}
+        self.blocks_free = spec.kv_blocks
+        self._truths = truths
+        self._policy = policy
+
+    def take(self, command: Submit | Pull | Withdraw | Cancel) -> list[InstanceEvent]:
+        """Carries out a command as far as it needs no step."""
+        if isinstance(command, Submit):
+            return self._submit(command)
+        if isinstance(command, Pull):
+            return self._pull(command)
+        key = (command.request_id, command.attempt)
+        if key in self.sequences:
+            self._free(key)
+        return [Drained(request_id=command.request_id, attempt=command.attempt)]
+
+    def _submit(self, command: Submit) -> list[InstanceEvent]:
+        truth = self._truths[command.request_id]
+        local = command.kind == "context_and_generation"
+        context = truth.prompt_tokens + len(command.journal)
+        total = truth.prompt_tokens + truth.max_tokens if local else context
+        if total > min(self.spec.max_seq_tokens, self.spec.kv_blocks * self.spec.tokens_per_block):
+            return [self._rejected(command, "invalid_argument", f"{total} tokens are too many", permanent=True)]
+        key = (command.request_id, command.attempt)
+        if key in self.sequences:
+            raise InternalError(f"{self.spec.name} is given {key} twice")
+        self.sequences[key] = Running(
+            key=key,
+            truth=truth,
+            kind="local" if local else "context_only",
+            context_tokens=context,
+            next_index=len(command.journal),
+            phase="waiting",
+            blocks=blocks_for(total, self.spec.tokens_per_block),
+        )
+        return []
+
+    def _pull(self, command: Pull) -> list[InstanceEvent]:
+        key = (command.request_id, command.attempt)
+        sequence = self.sequences.get(key)
+        events: list[InstanceEvent] = []
+        if command.offer is not None:
+            if sequence is not None:
+                raise InternalError(f"{self.spec.name} is told to pull {key} twice")
+            truth = self._truths[command.request_id]
+            blocks = blocks_for(truth.prompt_tokens + truth.max_tokens, self.spec.tokens_per_block)
+            if blocks > self.blocks_free:
+                reason = f"{blocks} blocks are needed, {self.blocks_free} are free"
+                return [self._rejected(command, "capacity", reason)]
+            self.blocks_free -= blocks
+            sequence = self.sequences[key] = Running(
+                key=key,
+                truth=truth,
+                kind="pulled",
+                context_tokens=truth.prompt_tokens + len(command.journal),
+                next_index=len(command.journal) + 1,
+                phase="pulling",
+                blocks=blocks,
+                source=command.offer.decode(),
+            )
+            events.append(TransferBegun(request_id=command.request_id, attempt=command.attempt))
+        if sequence is not None and sequence.phase == "pulling":
+            for chunk in command.chunks:
+                sequence.ready_tokens = int(chunk)
+            if command.seal is not None:
+                sequence.ready_tokens, sequence.sealed = sequence.context_tokens, True
+        return events
+
+    def end_pull(self, key: Key, *, seconds: float, exposed_s: float) -> list[InstanceEvent]:
+        """The copy is complete: the sequence joins the batch."""
+        sequence = self.sequences[key]
+        sequence.phase, sequence.kv_tokens = "decoding", sequence.context_tokens
+        return [
+            TransferDone(
+                request_id=key[0],
+                attempt=key[1],
+                bytes_moved=sequence.context_tokens * self.spec.bytes_per_token,
+                chunks=-(-sequence.context_tokens // self.spec.chunk_tokens),
+                seconds=seconds,
+                exposed_s=exposed_s,
+                path="sim",
+            )
+        ]
+
+    def fail_pull(self, key: Key, *, code: str, reason: str, retryable: bool) -> list[InstanceEvent]:
+        self._free(key)
+        return [TransferFailed(request_id=key[0], attempt=key[1], code=code, reason=reason, retryable=retryable)]
+
+    def lapse(self, key: Key) -> list[InstanceEvent]:
+        """The lease of a held offer ends."""
+        self._free(key)
+        return [Drained(request_id=key[0], attempt=key[1])]
+
+    def begin(self) -> tuple[StepPlan | None, list[InstanceEvent]]:
+        """What the next step computes (None if there is nothing to do) and the offers made by starting it."""
+        offers: list[InstanceEvent] = []
+        running = sum(s.phase in ("prefilling", "decoding") for s in self.sequences.values())
+        for sequence in self.sequences.values():
+            if sequence.phase != "waiting":
+                continue
+            if sequence.blocks > self.blocks_free or running >= self.spec.max_batch:
+                break
+            self.blocks_free -= sequence.blocks
+            sequence.phase = "prefilling"
+            running += 1
+            if sequence.kind == "context_only":
+                offers.append(self._offered(sequence))
+        decoding = [s.key for s in self.sequences.values() if s.phase == "decoding"]
+        prefilling = [
+            (s.key, s.context_tokens - s.done_tokens) for s in self.sequences.values() if s.phase == "prefilling"
+        ]
+        plan = self._policy(decoding, prefilling, self.spec)
+        return (plan if plan.decodes or plan.prefills else None), offers
+
+    def finish(self, plan: StepPlan) -> list[InstanceEvent]:
+        """Does the step. What was cancelled meanwhile is left out."""
+        events: list[InstanceEvent] = []
+        for key in plan.decodes:
+            sequence = self.sequences.get(key)
+            if sequence is not None:
+                sequence.kv_tokens += 1
+                events.append(self._next_token(sequence))
+        for part in plan.prefills:
+            sequence = self.sequences.get(part.key)
+            if sequence is not None:
+                events += self._prefilled(sequence, part.tokens)
+        return events
+
+    def _prefilled(self, sequence: Running, tokens: int) -> list[InstanceEvent]:
+        sequence.done_tokens += tokens
+        request_id, attempt = sequence.key
+        events: list[InstanceEvent] = []
+        if self.spec.capabilities.chunk_events:
+            done = sequence.done_tokens
+            events.append(
+                ChunkReady(request_id=request_id, attempt=attempt, ready_tokens=done, chunk=str(done).encode())
+            )
+        if sequence.done_tokens < sequence.context_tokens:
+            return events
+        sequence.kv_tokens = sequence.context_tokens
+        if sequence.kind == "local":
+            sequence.phase = "decoding"
+            return [*events, self._next_token(sequence)]
+        sequence.phase = "held"
+        truth, index = sequence.truth, sequence.next_index
+        sealed = Sealed(
+            request_id=request_id,
+            attempt=attempt,
+            first_index=index,
+            token=true_token(request_id, index),
+            log_prob=None,
+            finish=truth.finish if index + 1 >= truth.output_tokens else None,
+            seal=b"seal",
+        )
+        return [*events, sealed]
+
+    def _next_token(self, sequence: Running) -> Tokens:
+        truth, index = sequence.truth, sequence.next_index
+        sequence.next_index += 1
+        last = index + 1 >= truth.output_tokens
+        if last:
+            self._free(sequence.key)
+        return Tokens(
+            request_id=sequence.key[0],
+            attempt=sequence.key[1],
+            first_index=index,
+            ids=(true_token(truth.request_id, index),),
+            finish=truth.finish if last else None,
+        )
+
+    def _offered(self, sequence: Running) -> Offered:
+        return Offered(
+            request_id=sequence.key[0],
+            attempt=sequence.key[1],
+            blocks=sequence.blocks,
+            lease_s=30.0,
+            offer=f"{self.spec.name}|{self.generation}".encode(),
+        )
+
+    def _rejected(self, command: Submit | Pull, code: str, reason: str, *, permanent: bool = False) -> Rejected:
+        return Rejected(
+            request_id=command.request_id,
+            attempt=command.attempt,
+            code=code,
+            reason=reason,
+            permanent=permanent,
+        )
+
+    def _free(self, key: Key) -> None:
+        sequence = self.sequences.pop(key)
+        if sequence.phase != "waiting":
+            self.blocks_free += sequence.blocks
+
+    def cost_of(self, plan: StepPlan) -> dict[str, int]:
+        """The plan as the arguments of `StepTimeModel.step_s`."""
+        parts = [(part.tokens, self.sequences[part.key].done_tokens) for part in plan.prefills]
+        return {
+            "n_prefill": len(parts),
+            "prefill_tokens": sum(tokens for tokens, _ in parts),
+            "prefill_kv_tokens": sum(done + tokens // 2 for tokens, done in parts),
+            "n_decode": len(plan.decodes),
+            "decode_kv_tokens": sum(self.sequences[key].kv_tokens for key in plan.decodes),
+        }
+
+    def load(self) -> Load:
+        sequences = self.sequences.values()
+        left = (s.context_tokens - s.done_tokens for s in sequences if s.phase in ("waiting", "prefilling"))
+        return Load(
+            kv_blocks_free=self.blocks_free,
+            kv_blocks_held=sum(s.blocks for s in sequences if s.phase == "held"),
+            running=sum(s.phase in ("prefilling", "decoding") for s in sequences),
+            waiting=sum(s.phase == "waiting" for s in sequences),
+            queued_tokens=sum(left),
+        )

@@ -1,0 +1,215 @@
+"""The router's whole state and the few moves that change it: every part of RouterCore works through these."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Callable
+
+from trtpd.errors import InternalError
+from trtpd.runtime.core.cluster import Cluster, Hold, Instance, Side
+from trtpd.runtime.core.events import (
+    Cancel,
+    Command,
+    Emit,
+    Finish,
+    Pull,
+    Quarantine,
+    Refuse,
+    Submit,
+    WakeAt,
+    Withdraw,
+)
+from trtpd.runtime.core.lifecycle import State
+from trtpd.runtime.core.policy import Policy
+from trtpd.runtime.core.requests import Backlog, Request
+from trtpd.runtime.core.tally import Tally
+from trtpd.runtime.core.timers import Timers
+
+
+class Books:
+    """State, and moves that keep it consistent.
+
+    `undelivered` are requests whose offer waits for a sink. `reprefills` counts new attempts in prefill.
+    `room_changed`: something happened since the last look that may let a waiting request go.
+    """
+
+    def __init__(self, policy: Policy, seed: int) -> None:
+        self.policy = policy
+        self.rng = random.Random(seed)
+        self.now_s = 0.0
+        self.cluster = Cluster()
+        self.requests: dict[int, Request] = {}
+        self.backlog = Backlog()
+        self.undelivered: OrderedDict[int, Request] = OrderedDict()
+        self.reprefills = 0
+        self.room_changed = False
+        self.timers = Timers()
+        self.tally = Tally(policy)
+        self._out: list[Command] = []
+
+    def send(self, command: Submit | Pull | Withdraw | Cancel) -> None:
+        """Tells an instance something. It must be up: nothing is sent to one known to be lost."""
+        if not self.cluster.instances[command.instance].healthy:
+            raise InternalError(f"{command} would go to an instance that is lost")
+        self._out.append(command)
+
+    def say(self, command: Emit | Finish | Quarantine | WakeAt) -> None:
+        """Tells the driver something."""
+        self._out.append(command)
+
+    def refuse(self, refuse: Refuse) -> None:
+        """A new request is not taken in; nothing of it is kept."""
+        self.tally.counts["refused"] += 1
+        self.tally.refused[refuse.code] += 1
+        self._out.append(refuse)
+
+    def take_out(self) -> list[Command]:
+        out, self._out = self._out, []
+        return out
+
+    def wake_for_room(self, at_s: float) -> None:
+        """At that instant something opens up that was closed."""
+        self.timers.at(at_s, self._room)
+
+    def _room(self) -> None:
+        self.room_changed = True
+
+    def reserve(
+        self, request: Request, instance: Instance, side: Side, *, tokens: int, pending_tokens: int = 0
+    ) -> Hold:
+        """Counts `tokens` at their peak, and what is to be computed, on an instance; from now on, before it
+        knows."""
+        hold = Hold(
+            instance=instance.name,
+            request_id=request.id,
+            attempt=request.attempts,
+            side=side,
+            blocks=instance.blocks_for(tokens),
+            pending_tokens=pending_tokens,
+        )
+        self.cluster.reserve(instance, hold)
+        return hold
+
+    def release(self, hold: Hold) -> None:
+        """The instance has nothing of it any more, or never heard of it."""
+        self.cluster.release(hold)
+        self.room_changed = True
+        if hold.reminder is not None:
+            self.timers.cancel(hold.reminder)
+
+    def close(self, hold: Hold, *, withdraw: bool = False) -> None:
+        """Ends a hold from our side. What the instance knows of stays counted until it answers."""
+        if not hold.sent:
+            self.release(hold)
+        elif not hold.closing:
+            hold.closing = True
+            self.cluster.progress(hold, 0)
+            self._ask_back(hold, withdraw=withdraw, reminders=self.policy.drain_reminders)
+
+    def _ask_back(self, hold: Hold, *, withdraw: bool, reminders: int) -> None:
+        kind = Withdraw if withdraw else Cancel
+        self.send(kind(instance=hold.instance, request_id=hold.request_id, attempt=hold.attempt))
+        patience_s = self.policy.drain_patience_s
+        hold.reminder = self.timers.at(self.now_s + patience_s, lambda: self._overdue(hold, withdraw, reminders))
+
+    def _overdue(self, hold: Hold, withdraw: bool, reminders: int) -> None:
+        """No answer. Asked often enough, the instance's own report of its free blocks is believed instead."""
+        instance = self.cluster.instances[hold.instance]
+        if instance.holds.get(hold.key) is not hold:
+            return
+        if reminders > 0:
+            self._ask_back(hold, withdraw=withdraw, reminders=reminders - 1)
+            return
+        text = f"{hold.instance} never gave back request {hold.request_id}, attempt {hold.attempt}"
+        self.tally.fault(self.now_s, "drain_overdue", text)
+        self.release(hold)
+
+    def open(self, request: Request, on_deadline: Callable[[Request], None]) -> None:
+        """Takes a new request in; `on_deadline` ends it if nothing else has by then."""
+        self.requests[request.id] = request
+        request.deadline = self.timers.at(request.arrived.deadline_s, lambda: on_deadline(request))
+        self.backlog.add(request)
+        self.room_changed = True
+
+    def accept(self, request: Request, first_index: int, ids: tuple[int, ...], log_probs: tuple[float, ...]) -> int:
+        """Puts new tokens in the journal and hands them out; returns how many of `ids` lie past `max_tokens`.
+
+        Indexes that are in the journal already are dropped. `first_index` must not leave a gap.
+        """
+        known = len(request.journal)
+        if first_index > known:
+            raise InternalError(f"request {request.id} has {known} tokens and is given number {first_index}")
+        start, stop = known - first_index, request.arrived.max_tokens - first_index
+        new = ids[start:stop]
+        if new:
+            request.journal.extend(new)
+            self.say(Emit(request_id=request.id, first_index=known, ids=new, log_probs=tuple(log_probs[start:stop])))
+            request.timeline.mark_tokens(len(new), self.now_s)
+            self.tally.counts["output_tokens"] += len(new)
+        return max(0, len(ids) - stop)
+
+    def end_prefill(self, request: Request) -> None:
+        """The attempt's prompt is computed, or given up: its place among the paced ones is free."""
+        attempt = request.running()
+        if attempt.prefill is not None:
+            self.cluster.progress(attempt.prefill, 0)
+        if attempt.paced:
+            attempt.paced = False
+            self.reprefills -= 1
+            self.room_changed = True
+
+    def drop_attempt(self, request: Request, outcome: str) -> None:
+        """Ends the running attempt, if any, and tells everyone in it at once."""
+        attempt = request.attempt
+        if attempt is None:
+            return
+        self.end_prefill(request)
+        attempt.record.outcome = outcome
+        if attempt.stall is not None:
+            self.timers.cancel(attempt.stall)
+        if attempt.decode is not None:
+            self.close(attempt.decode)
+        if attempt.prefill is not None:
+            self.close(attempt.prefill, withdraw=attempt.seal is not None)
+        self.undelivered.pop(request.id, None)
+        request.attempt = None
+
+    def await_sink(self, request: Request) -> None:
+        """Its offer can be pulled and nobody can pull it now. The dispatch looks at it at once, and again when room
+        has changed."""
+        if request.id not in self.undelivered:
+            self.undelivered[request.id] = request
+            self.room_changed = True
+
+    def requeue(self, request: Request) -> None:
+        """Back to the queue, ahead of what has not been placed before."""
+        request.state = State.QUEUED
+        request.blocked_since_s = None
+        self.backlog.add(request)
+        self.room_changed = True
+
+    def end(self, request: Request, state: State, reason: str, message: str = "") -> None:
+        """The one way out: everything it had is asked back, and the client is told."""
+        if request.state is State.QUEUED:
+            self.backlog.remove(request)
+        self.drop_attempt(request, "delivered" if state is State.FINISHED else reason)
+        if request.deadline is not None:
+            self.timers.cancel(request.deadline)
+        del self.requests[request.id]
+        request.state = state
+        self.tally.keep(request.timeline)
+        self.tally.counts[state.value] += 1
+        if state is State.FINISHED:
+            self.tally.finished[reason] += 1
+        elif state is State.FAILED:
+            self.tally.failed[reason] += 1
+        self.say(
+            Finish(
+                request_id=request.id,
+                state=state.value,
+                reason=reason,
+                message=message,
+                timeline=request.timeline,
+            )
+        )

@@ -1,0 +1,189 @@
+"""The hand-off of one attempt: offer, early pull, chunks, seal, and the join to decode's batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from trtpd.runtime.core import place
+from trtpd.runtime.core.books import Books
+from trtpd.runtime.core.cluster import Hold, Instance
+from trtpd.runtime.core.events import ChunkReady, Offered, Pull, TransferBegun, TransferDone
+from trtpd.runtime.core.lifecycle import Instant, State
+from trtpd.runtime.core.requests import Attempt, Request
+
+
+class Delivery:
+    """What moves forward between prefill and decode. What goes wrong there is Recovery's."""
+
+    def __init__(self, books: Books, *, on_stall: Callable[[Request, Attempt], None]) -> None:
+        self._books = books
+        self._on_stall = on_stall
+
+    def offered(self, request: Request, hold: Hold, event: Offered) -> None:
+        attempt = request.running()
+        self._books.cluster.seen(hold)
+        request.timeline.mark(Instant.PREFILL_BEGIN, self._books.now_s)
+        if hold.side == "prefill" and attempt.offer is None:
+            attempt.offer = event.offer
+            self.advance(request)
+
+    def chunk_ready(self, request: Request, hold: Hold, event: ChunkReady) -> None:
+        attempt = request.running()
+        if event.ready_tokens <= attempt.ready_tokens:
+            return
+        self._books.cluster.seen(hold)
+        request.timeline.mark(Instant.PREFILL_BEGIN, self._books.now_s)
+        attempt.ready_tokens = event.ready_tokens
+        self._books.cluster.progress(hold, max(0, attempt.prompt_tokens - event.ready_tokens))
+        if hold.side == "prefill":
+            attempt.chunks.append(event.chunk)
+            self.advance(request)
+
+    def sealed(self, request: Request, seal: bytes) -> None:
+        """The whole prompt is there; its first token was handed out already."""
+        attempt = request.running()
+        attempt.seal = seal
+        request.state = State.TRANSFERRING
+        self._books.end_prefill(request)
+        self.advance(request)
+
+    def advance(self, request: Request) -> bool:
+        """Sends the sink what it should have by now. False if there is something to pull and no sink for it;
+        then the request is among the undelivered."""
+        attempt = request.running()
+        if attempt.pulling:
+            self._update(request, attempt)
+        elif not attempt.joined and self._time_to_pull(attempt):
+            sink = self._sink(request, attempt)
+            if sink is None:
+                self._books.await_sink(request)
+                return False
+            self._books.undelivered.pop(request.id, None)
+            self._pull(request, attempt, sink)
+        return True
+
+    def _time_to_pull(self, attempt: Attempt) -> bool:
+        """At the seal, or when the rest of the prefill is predicted to take less than the lead. Before that
+        decode's blocks would lie idle; much later, it would start to copy after the seal what it could have
+        copied before."""
+        if attempt.offer is None or attempt.prefill is None:
+            return False
+        if attempt.seal is not None:
+            return True
+        source = self._books.cluster.instances[attempt.prefill.instance].hello
+        if not source.capabilities.chunk_events:
+            return False
+        rest_s = (attempt.prompt_tokens - attempt.ready_tokens) / source.prefill_tokens_per_s
+        return rest_s <= self._books.policy.pull_lead_s
+
+    def _sink(self, request: Request, attempt: Attempt) -> Hold | None:
+        """The chosen decode instance, or another if that one can't be had any more."""
+        books = self._books
+        assert attempt.prefill is not None
+        source = books.cluster.instances[attempt.prefill.instance]
+        if attempt.decode is not None:
+            chosen = books.cluster.instances[attempt.decode.instance]
+            if chosen.usable(books.now_s) and books.cluster.link_up(source.name, chosen.name, books.now_s):
+                return attempt.decode
+            books.release(attempt.decode)
+            attempt.decode = None
+        other = place.choose_sink(
+            request,
+            source,
+            books.cluster,
+            weights=books.policy.weights,
+            now_s=books.now_s,
+            rng=books.rng,
+            not_again=frozenset({attempt.record.decode} if attempt.record.decode and attempt.repulls else ()),
+        )
+        return None if other is None else self._credit(request, attempt, other)
+
+    def _credit(self, request: Request, attempt: Attempt, sink: Instance) -> Hold:
+        if attempt.record.decode != sink.name:
+            attempt.record.why += f"; then {sink.name} in place of {attempt.record.decode}"
+            attempt.record.decode = sink.name
+        attempt.decode = self._books.reserve(request, sink, "decode", tokens=request.total_tokens)
+        return attempt.decode
+
+    def _pull(self, request: Request, attempt: Attempt, sink: Hold) -> None:
+        """The first Pull of an offer at a sink: all there is of it so far."""
+        sink.sent = True
+        attempt.record.pulls += 1
+        self._send(
+            attempt,
+            sink,
+            offer=attempt.offer,
+            journal=tuple(request.journal[: attempt.base]),
+            chunks=attempt.chunks,
+        )
+        self._await_transfer(request, attempt)
+
+    def _update(self, request: Request, attempt: Attempt) -> None:
+        """What is new since the last Pull."""
+        new = attempt.chunks[attempt.chunks_sent :]
+        if attempt.decode is not None and (new or (attempt.seal is not None and not attempt.seal_sent)):
+            self._send(attempt, attempt.decode, offer=None, journal=(), chunks=new)
+            self._await_transfer(request, attempt)
+
+    def _send(
+        self,
+        attempt: Attempt,
+        sink: Hold,
+        *,
+        offer: bytes | None,
+        journal: tuple[int, ...],
+        chunks: list[bytes],
+    ) -> None:
+        self._books.send(
+            Pull(
+                instance=sink.instance,
+                request_id=sink.request_id,
+                attempt=sink.attempt,
+                offer=offer,
+                journal=journal,
+                chunks=tuple(chunks),
+                seal=None if attempt.seal_sent else attempt.seal,
+            )
+        )
+        attempt.chunks_sent = len(attempt.chunks)
+        attempt.seal_sent = attempt.seal is not None
+
+    def _await_transfer(self, request: Request, attempt: Attempt) -> None:
+        """Once all is there to be pulled, it has to arrive within a time that grows with its bytes."""
+        books = self._books
+        if not attempt.seal_sent or attempt.prefill is None:
+            return
+        source = books.cluster.instances[attempt.prefill.instance].hello
+        move_s = attempt.prompt_tokens * source.bytes_per_token / books.policy.transfer_floor_bytes_per_s
+        due_s = books.now_s + books.policy.transfer_patience_s + move_s
+        attempt.stall = books.timers.at(due_s, lambda: self._on_stall(request, attempt))
+
+    def begun(self, request: Request, hold: Hold, _event: TransferBegun) -> None:
+        request.running().begun = True
+        self._books.cluster.seen(hold)
+        request.timeline.mark(Instant.TRANSFER_BEGIN, self._books.now_s)
+
+    def done(self, request: Request, hold: Hold, event: TransferDone) -> None:
+        attempt = request.running()
+        if attempt.joined:
+            return
+        record = attempt.record
+        record.bytes_moved, record.chunks, record.path = event.bytes_moved, event.chunks, event.path
+        record.transfer_s, record.exposed_s = event.seconds, event.exposed_s
+        self._books.tally.counts["transfers"] += 1
+        self._books.tally.counts["transfer_bytes"] += event.bytes_moved
+        self.join(request, hold)
+
+    def join(self, request: Request, hold: Hold) -> None:
+        """Decode has the KV and goes on alone; prefill may free its copy."""
+        books, attempt = self._books, request.running()
+        attempt.joined = True
+        attempt.chunks = []
+        request.state = State.DECODING
+        request.timeline.mark(Instant.TRANSFER_END, books.now_s)
+        books.cluster.seen(hold)
+        if attempt.stall is not None:
+            books.timers.cancel(attempt.stall)
+        if attempt.prefill is not None:
+            books.close(attempt.prefill, withdraw=True)
+            attempt.prefill = None

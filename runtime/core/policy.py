@@ -1,0 +1,66 @@
+"""The constants RouterCore decides by. One object, given once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+
+from trtpd.errors import InputError
+from trtpd.runtime.core.score import Weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """Every field has a default that suits one host; all durations are seconds.
+
+    queue_limit               requests that may wait for a place; beyond it new ones are refused as saturated
+    no_instance_grace_s       how long arrivals still queue after the last usable instance went (a restart's
+    time) retry_budget              new attempts a request may cost after failures; rejects for lack of room
+    are free reprefills_per_instance   new attempts in prefill at a time, per usable instance that prefills
+    pull_lead_s               decode starts to pull when prefill's predicted rest is below this repulls
+    pulls of the same offer after a failed one transfer_patience_s       the fixed part of the time a sealed
+    offer's pull may take; a backstop to the sink's own transfer_floor_bytes_per_s   the rate below which a
+    transfer counts as stalled drain_patience_s          after this an unanswered Cancel or Withdraw is sent
+    again drain_reminders           how often, before its credit is taken back without an answer
+    reject_pause_s            a request stays away from an instance that rejected it; doubles up to
+    reject_pause_max_s link_avoid_s              a pair is not used for this long after its link was reported
+    down flap_losses, flap_window_s   so many losses within this window put an instance in quarantine
+    quarantine_s              for this long, doubling with each quarantine up to quarantine_max_s overtake
+    requests behind one that doesn't fit that may be tried overtake_s                after it has waited this
+    long for room, none may placed_per_batch          sequences placed on an instance, those still in prefill
+    elsewhere included, per
+                              `max_batch`
+    """
+
+    queue_limit: int = 1024
+    no_instance_grace_s: float = 10.0
+    retry_budget: int = 3
+    reprefills_per_instance: int = 2
+    pull_lead_s: float = 0.25
+    repulls: int = 1
+    transfer_patience_s: float = 10.0
+    transfer_floor_bytes_per_s: float = 50e6
+    drain_patience_s: float = 10.0
+    drain_reminders: int = 3
+    reject_pause_s: float = 0.25
+    reject_pause_max_s: float = 5.0
+    link_avoid_s: float = 5.0
+    flap_losses: int = 3
+    flap_window_s: float = 60.0
+    quarantine_s: float = 15.0
+    quarantine_max_s: float = 300.0
+    overtake: int = 8
+    overtake_s: float = 1.0
+    placed_per_batch: float = 2.0
+    faults_kept: int = 256
+    timelines_kept: int = 1024
+    weights: Weights = field(default_factory=Weights)
+
+    def __post_init__(self) -> None:
+        may_be_zero = {"retry_budget", "repulls", "drain_reminders", "overtake", "overtake_s", "pull_lead_s"}
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.name == "weights":
+                continue
+            if value < 0 or (value == 0 and item.name not in may_be_zero):
+                least = "at least 0" if item.name in may_be_zero else "above 0"
+                raise InputError(f"scheduler setting {item.name} is {value}; it must be {least}")

@@ -1,0 +1,167 @@
+"""The record of each request: state, journal of accepted tokens, the attempt that runs now; and the queue."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+
+from trtpd.errors import InternalError
+from trtpd.runtime.core.cluster import Hold
+from trtpd.runtime.core.events import Arrived, WorkKind
+from trtpd.runtime.core.lifecycle import AttemptRecord, Instant, State, Timeline
+from trtpd.runtime.core.timers import Timer
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Attempt:
+    """One placement of a request and how far its hand-off has come.
+
+    `prefill` is the hold of the instance that prefills (or does everything, when local), `decode` that of the
+    one that pulls; None once gone. `base` is the number of journal tokens that belong to this attempt's
+    prompt. `paced`: it takes one of the places for new attempts. `shunned` are sinks that may still answer
+    for an old pull.
+    """
+
+    number: int
+    kind: WorkKind
+    base: int
+    prompt_tokens: int
+    record: AttemptRecord
+    prefill: Hold | None = None
+    decode: Hold | None = None
+    paced: bool = False
+    offer: bytes | None = None
+    chunks: list[bytes] = field(default_factory=list)
+    chunks_sent: int = 0
+    ready_tokens: int = 0
+    seal: bytes | None = None
+    seal_sent: bool = False
+    begun: bool = False
+    joined: bool = False
+    repulls: int = 0
+    shunned: set[str] = field(default_factory=set)
+    stall: Timer | None = None
+
+    @property
+    def pulling(self) -> bool:
+        """Decode was told to pull and has not got it all yet."""
+        return self.decode is not None and self.decode.sent and not self.joined
+
+    @property
+    def names(self) -> str:
+        """The instances of this attempt, for messages."""
+        return self.record.prefill if self.record.decode is None else f"{self.record.prefill}→{self.record.decode}"
+
+
+class Request:
+    """One request in flight."""
+
+    __slots__ = (
+        "arrived",
+        "attempt",
+        "attempts",
+        "avoid",
+        "blocked_since_s",
+        "deadline",
+        "failures",
+        "journal",
+        "model",
+        "rejects",
+        "state",
+        "timeline",
+        "transfer_failures",
+    )
+
+    def __init__(self, arrived: Arrived, model: str, now_s: float) -> None:
+        self.arrived = arrived
+        self.model = model
+        self.state = State.QUEUED
+        self.journal: list[int] = []
+        self.attempt: Attempt | None = None
+        self.attempts = 0
+        self.failures: list[str] = []
+        self.transfer_failures = 0
+        self.rejects = 0
+        self.avoid: dict[str, float] = {}
+        self.blocked_since_s: float | None = None
+        self.deadline: Timer | None = None
+        self.timeline = Timeline(request_id=arrived.request_id, prompt_tokens=arrived.prompt_tokens)
+        self.timeline.mark(Instant.ARRIVED, now_s)
+
+    @property
+    def id(self) -> int:
+        return self.arrived.request_id
+
+    @property
+    def prompt_tokens(self) -> int:
+        """What a new attempt has to prefill: the user's prompt and the journal."""
+        return self.arrived.prompt_tokens + len(self.journal)
+
+    @property
+    def total_tokens(self) -> int:
+        """The longest it can become."""
+        return self.arrived.prompt_tokens + self.arrived.max_tokens
+
+    def avoids(self, instance: str, now_s: float) -> bool:
+        return bool(self.avoid) and self.avoid.get(instance, now_s) > now_s
+
+    def running(self) -> Attempt:
+        """The attempt that runs now; there must be one."""
+        if self.attempt is None:
+            raise InternalError(f"request {self.id} is {self.state} and has no attempt")
+        return self.attempt
+
+
+class Queue:
+    """Requests of one model that wait for a place: new attempts first, then arrivals, each oldest first."""
+
+    __slots__ = ("again", "fresh", "tokens")
+
+    def __init__(self) -> None:
+        self.again: OrderedDict[int, Request] = OrderedDict()
+        self.fresh: OrderedDict[int, Request] = OrderedDict()
+        self.tokens = 0
+
+    def __len__(self) -> int:
+        return len(self.again) + len(self.fresh)
+
+
+def nth(requests: OrderedDict[int, Request], index: int) -> Request | None:
+    return next(islice(requests.values(), index, None), None)
+
+
+class Backlog:
+    """The queues of all models. A request is in it exactly while its state is QUEUED."""
+
+    def __init__(self) -> None:
+        self.queues: dict[str, Queue] = {}
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Request]:
+        for queue in self.queues.values():
+            yield from queue.again.values()
+            yield from queue.fresh.values()
+
+    def add(self, request: Request) -> None:
+        queue = self.queues.setdefault(request.model, Queue())
+        (queue.again if request.attempts else queue.fresh)[request.id] = request
+        queue.tokens += request.prompt_tokens
+        self._length += 1
+
+    def remove(self, request: Request) -> None:
+        queue = self.queues[request.model]
+        del (queue.again if request.attempts else queue.fresh)[request.id]
+        queue.tokens -= request.prompt_tokens
+        self._length -= 1
+        if not len(queue):
+            del self.queues[request.model]
+
+    def tokens_of(self, model: str) -> int:
+        """Prompt tokens that wait."""
+        queue = self.queues.get(model)
+        return queue.tokens if queue else 0

@@ -1,0 +1,246 @@
+"""RouterCore: decides where each request runs and what is done when something breaks. No I/O, no clock, no
+tensors.
+
+The live router, the simulator and the property tests drive this same object: events in, commands out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from trtpd.errors import InternalError
+from trtpd.runtime.core import admit, integrity, status
+from trtpd.runtime.core.books import Books
+from trtpd.runtime.core.cluster import Hold, Instance
+from trtpd.runtime.core.delivery import Delivery
+from trtpd.runtime.core.dispatch import Dispatch
+from trtpd.runtime.core.events import (
+    Arrived,
+    Cancel,
+    ChunkReady,
+    ClientGone,
+    Command,
+    Drain,
+    Drained,
+    Event,
+    Hello,
+    InstanceEvent,
+    LinkDown,
+    Lost,
+    Offered,
+    Refuse,
+    Rejected,
+    Sealed,
+    Step,
+    TextStopped,
+    Tick,
+    Tokens,
+    TransferBegun,
+    TransferDone,
+    TransferFailed,
+    WakeAt,
+)
+from trtpd.runtime.core.lifecycle import Instant, State, Timeline
+from trtpd.runtime.core.policy import Policy
+from trtpd.runtime.core.recovery import Recovery
+from trtpd.runtime.core.requests import Attempt, Request
+
+
+def _is_last(answer: InstanceEvent) -> bool:
+    """Whether the instance has nothing of this attempt any more."""
+    return isinstance(answer, Drained | Rejected | TransferFailed) or (
+        isinstance(answer, Tokens) and answer.finish is not None
+    )
+
+
+class RouterCore:
+    """One object per deployment, one thread. `handle` never blocks, and raises InternalError only for bugs of
+    ours or of the driver (a request id used twice)."""
+
+    def __init__(self, policy: Policy | None = None, *, seed: int = 0) -> None:
+        self._books = Books(policy or Policy(), seed)
+        self._delivery = Delivery(self._books, on_stall=self._stalled)
+        self._recovery = Recovery(self._books, self._delivery)
+        self._dispatch = Dispatch(self._books, self._recovery)
+        self._events: dict[type, Callable[[Any], None]] = {
+            Arrived: self._arrived,
+            Hello: self._recovery.hello,
+            Step: self._step,
+            Lost: self._recovery.lost,
+            LinkDown: self._recovery.link_down,
+            TextStopped: self._text_stopped,
+            ClientGone: self._client_gone,
+            Drain: self._drain,
+            Tick: lambda _event: None,
+        }
+        # The key ties each handler to the event's type, which the checker can't see: hence Any.
+        self._answers: dict[tuple[str, type], Callable[[Request, Hold, Any], None]] = {
+            ("prefill", Offered): self._delivery.offered,
+            ("prefill", ChunkReady): self._delivery.chunk_ready,
+            ("prefill", Sealed): self._sealed,
+            ("decode", TransferBegun): self._delivery.begun,
+            ("decode", TransferDone): self._delivery.done,
+            ("decode", TransferFailed): self._recovery.transfer_failed,
+            ("decode", Tokens): self._tokens,
+            ("local", Offered): self._delivery.offered,
+            ("local", ChunkReady): self._delivery.chunk_ready,
+            ("local", Tokens): self._tokens,
+        }
+        for side in ("prefill", "decode", "local"):
+            self._answers[side, Rejected] = self._recovery.rejected
+            self._answers[side, Drained] = self._recovery.drained
+
+    def handle(self, now_s: float, event: Event) -> list[Command]:
+        """Takes one event at `now_s` and says what is to be done, in this order. A clock that runs backwards
+        is taken to stand still."""
+        books = self._books
+        books.now_s = max(now_s, books.now_s)
+        books.timers.fire(books.now_s)
+        self._events[type(event)](event)
+        self._dispatch.run()
+        wake_s = books.timers.wake_s(books.now_s, ticked=isinstance(event, Tick))
+        if wake_s is not None:
+            books.say(WakeAt(at_s=wake_s))
+        return books.take_out()
+
+    def snapshot(self) -> dict[str, Any]:
+        """What `trtpd status` shows, as plain data: instances, requests by state, counters, recent faults."""
+        return status.snapshot(self._books)
+
+    def timeline(self, request_id: int) -> Timeline | None:
+        """The record of a request in flight, or of one of those that ended last; it also comes with
+        Finish."""
+        request = self._books.requests.get(request_id)
+        return self._books.tally.ended(request_id) if request is None else request.timeline
+
+    def check_integrity(self) -> None:
+        """Raises InternalError if an invariant does not hold. Walks everything: for tests and after
+        doubts."""
+        integrity.check(self._books)
+
+    def _arrived(self, event: Arrived) -> None:
+        books = self._books
+        if event.request_id in books.requests:
+            raise InternalError(f"request id {event.request_id} arrives while it is in flight")
+        books.tally.counts["arrived"] += 1
+        model = admit.model_of(event, books.cluster)
+        refuse = model if isinstance(model, Refuse) else None
+        if isinstance(model, str):
+            refuse = admit.refusal(
+                event,
+                model,
+                cluster=books.cluster,
+                backlog=books.backlog,
+                policy=books.policy,
+                now_s=books.now_s,
+            )
+            if refuse is None:
+                request = Request(event, model, books.now_s)
+                books.open(request, self._deadline)
+                if event.deadline_s <= books.now_s:
+                    self._deadline(request)
+        if refuse is not None:
+            books.refuse(refuse)
+
+    def _step(self, event: Step) -> None:
+        books = self._books
+        instance = books.cluster.current(event.instance, event.generation)
+        if instance is None:
+            books.tally.counts["stale_answers"] += max(1, len(event.events))
+            return
+        for answer in event.events:
+            self._answer(instance, answer)
+        if books.cluster.report(instance, event.load):
+            books.room_changed = True
+
+    def _answer(self, instance: Instance, answer: InstanceEvent) -> None:
+        """One answer, fenced: only the living attempt of the living generation is listened to."""
+        books = self._books
+        hold = instance.holds.get((answer.request_id, answer.attempt))
+        if hold is None or not hold.sent:
+            books.tally.counts["stale_answers"] += 1
+            if hold is None and not _is_last(answer):
+                self._stop_orphan(instance, answer)
+        elif hold.closing:
+            if _is_last(answer):
+                books.release(hold)
+        else:
+            handler = self._answers.get((hold.side, type(answer)))
+            if handler is None:
+                text = f"{instance.name} ({hold.side}) answered {type(answer).__name__}, which it can't; ignored"
+                books.tally.fault(books.now_s, "protocol", text)
+            else:
+                handler(books.requests[hold.request_id], hold, answer)
+
+    def _stop_orphan(self, instance: Instance, answer: InstanceEvent) -> None:
+        """Work that nobody waits for any more is stopped; it changes nothing here."""
+        self._books.tally.counts["orphans"] += 1
+        self._books.send(Cancel(instance=instance.name, request_id=answer.request_id, attempt=answer.attempt))
+
+    def _text_stopped(self, event: TextStopped) -> None:
+        request = self._books.requests.get(event.request_id)
+        if request is not None:
+            request.timeline.output_tokens = min(request.timeline.output_tokens, event.index + 1)
+            self._books.end(request, State.FINISHED, "stop")
+
+    def _client_gone(self, event: ClientGone) -> None:
+        request = self._books.requests.get(event.request_id)
+        if request is not None:
+            self._books.end(request, State.CANCELLED, "cancelled")
+
+    def _drain(self, event: Drain) -> None:
+        instance = self._books.cluster.instances.get(event.instance)
+        if instance is not None:
+            self._books.cluster.drain(instance, self._books.now_s)
+            self._books.room_changed = True
+
+    def _sealed(self, request: Request, hold: Hold, event: Sealed) -> None:
+        """The first token goes out at once; then the rest moves, unless the answer ends here."""
+        if request.running().seal is not None:
+            return
+        if event.first_index != len(request.journal):
+            self._recovery.gap(request, hold.instance, event.first_index)
+            return
+        self._books.cluster.seen(hold)
+        log_probs = () if event.log_prob is None else (event.log_prob,)
+        self._books.accept(request, event.first_index, (event.token,), log_probs)
+        if event.finish is not None or len(request.journal) >= request.arrived.max_tokens:
+            request.running().seal = event.seal
+            self._books.end(request, State.FINISHED, event.finish or "length")
+        else:
+            self._delivery.sealed(request, event.seal)
+
+    def _tokens(self, request: Request, hold: Hold, event: Tokens) -> None:
+        books, attempt = self._books, request.running()
+        if hold.side == "decode" and not attempt.joined:
+            self._delivery.join(request, hold)
+        elif hold.side == "local":
+            books.end_prefill(request)
+            request.state = State.DECODING
+            books.cluster.seen(hold)
+        if event.finish is not None:
+            books.release(hold)
+            attempt.decode, attempt.prefill = None, None
+        if event.first_index > len(request.journal):
+            self._recovery.gap(request, hold.instance, event.first_index)
+            return
+        request.timeline.mark(Instant.DECODE_BEGIN, books.now_s)
+        surplus = books.accept(request, event.first_index, event.ids, event.log_probs)
+        if event.finish is not None and not surplus:
+            books.end(request, State.FINISHED, event.finish)
+        elif len(request.journal) >= request.arrived.max_tokens:
+            books.end(request, State.FINISHED, "length")
+
+    def _deadline(self, request: Request) -> None:
+        books = self._books
+        arrived_s = request.timeline.instants[Instant.ARRIVED]
+        message = (
+            f"not done {books.now_s - arrived_s:.1f} s after it arrived ({request.state}, "
+            f"{len(request.journal)} of {request.arrived.max_tokens} tokens); "
+            f"allow more time or ask for fewer tokens"
+        )
+        books.end(request, State.FAILED, "deadline", message)
+
+    def _stalled(self, request: Request, attempt: Attempt) -> None:
+        self._recovery.stalled(request, attempt)

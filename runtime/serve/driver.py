@@ -1,0 +1,357 @@
+"""RouterCore live: an asyncio loop in its own thread, between the leaders' link and the clients' emitter.
+
+Events go into the core one at a time and its commands are carried out before the next; the core decides, this
+file only carries. Whatever breaks the loop is fatal to the router (its state can't be trusted): every client
+gets an error, and the process ends so that a fresh router can learn everything anew from the leaders.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from trtpd.errors import InternalError, NoInstanceError, ServeError, TrtpdError
+from trtpd.runtime.core import events as core
+from trtpd.runtime.engine.base import EngineRequest, RequestKind, Sampling
+from trtpd.runtime.serve.answer import Answer, failure_of
+from trtpd.runtime.serve.emitter import Emitter, End, Failure, Piece, Sink
+from trtpd.runtime.serve.metrics import Metrics
+from trtpd.runtime.serve.status import status_of
+from trtpd.runtime.serve.text import TextLayer
+from trtpd.runtime.worker.link import PeerStatus
+from trtpd.runtime.worker.messages import CancelWork, PullWork, SubmitWork, WireError, WithdrawWork, Work
+
+log = logging.getLogger(__name__)
+
+HOUSEKEEPING_S = 0.25
+
+
+class Core(Protocol):
+    """RouterCore, as far as the driver knows it."""
+
+    def handle(self, now_s: float, event: core.Event) -> list[core.Command]: ...
+
+    def snapshot(self) -> dict[str, Any]: ...
+
+
+class Link(Protocol):
+    """RouterLink, as far as the driver knows it."""
+
+    epoch: str
+
+    def start(self) -> None: ...
+
+    def drain(self) -> Iterator[core.Event]: ...
+
+    def send(self, instance: str, message: Work) -> bool: ...
+
+    def peers(self) -> list[PeerStatus]: ...
+
+    def check(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A checked and tokenised request. `deadline_s`, `ttft_s` and `tpot_s` are durations."""
+
+    prompt_ids: tuple[int, ...]
+    max_tokens: int
+    sampling: Sampling
+    deadline_s: float
+    stops: tuple[str, ...] = ()
+    echo: bool = False
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    priority: int = 0
+
+
+@dataclass(slots=True)
+class _Live:
+    prepared: Prepared
+    deadline_s: float
+    answer: Answer
+
+
+class Driver:
+    """Owns the loop's thread. The methods above the line "In the loop" may be called from any thread.
+
+    `make_link(wake)` gives the link; `on_fatal` is called once, after every client got its error.
+    """
+
+    def __init__(
+        self,
+        router: Core,
+        make_link: Callable[[Callable[[], None]], Link],
+        text: TextLayer,
+        metrics: Metrics,
+        *,
+        on_fatal: Callable[[BaseException], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._core = router
+        self._text = text
+        self._metrics = metrics
+        self._clock = clock
+        self._on_fatal = on_fatal
+        self._ids = itertools.count(1)
+        self._live: dict[int, _Live] = {}
+        self._waiting: deque[core.Event] = deque()
+        self._instances: dict[str, core.Hello] = {}
+        self._registered = threading.Condition()
+        self._began_s = clock()
+        self._drain_until_s: float | None = None
+        self._dead = False
+        self._loop = asyncio.new_event_loop()
+        self._emitter = Emitter(self.client_gone, clock=clock)
+        self._link = make_link(self._wake)
+        self._thread = threading.Thread(target=self._run, name="router", daemon=True)
+
+    def start(self) -> None:
+        self._metrics.start()
+        self._emitter.start()
+        self._link.start()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends open streams with UNAVAILABLE, hangs up on the leaders, joins every thread. Idempotent."""
+        self._emitter.stop(_SHUTTING_DOWN)
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+        if not self._loop.is_closed():
+            self._loop.close()
+        self._link.close()
+        self._metrics.stop()
+
+    def submit(self, prepared: Prepared, sink: Sink, *, stream: bool) -> int:
+        """Takes a request over; from here on `sink` gets a last response whatever happens. Returns its id."""
+        request_id = next(self._ids)
+        self._emitter.open(request_id, sink, stream=stream)
+        if not self._call(self._arrive, request_id, prepared):
+            self._emitter.close(request_id, End(failure=_ROUTER_DOWN))
+        return request_id
+
+    def reply(self, sink: Sink, end: End, *, text: str = "") -> None:
+        """A response that needs no instance: an error, or the answer to a query."""
+        request_id = next(self._ids)
+        self._emitter.open(request_id, sink, stream=False)
+        self._emitter.push(request_id, Piece(text=text))
+        self._emitter.close(request_id, end)
+
+    def client_gone(self, request_id: int) -> None:
+        self._call(self._step, core.ClientGone(request_id=request_id))
+
+    def drain(self, until_s: float) -> None:
+        """What still runs at `until_s` (monotonic clock) is ended with UNAVAILABLE."""
+        self._call(self._set_drain, until_s)
+
+    def status(self, timeout_s: float = 5.0) -> dict[str, Any]:
+        """What there is, what it does, what went wrong. Raises ServeError if the router doesn't answer."""
+        future: Future[dict[str, Any]] = Future()
+        if not self._call(lambda: future.set_result(self._status())):
+            raise ServeError("the router has stopped; it is being restarted")
+        try:
+            return future.result(timeout_s)
+        except TimeoutError as error:
+            raise ServeError(f"the router did not answer within {timeout_s:g} s") from error
+
+    def wait_for(self, names: Iterable[str], timeout_s: float) -> dict[str, core.Hello]:
+        """Waits until all `names` are registered or the time is over; returns who is."""
+        wanted = set(names)
+        with self._registered:
+            self._registered.wait_for(lambda: wanted <= self._instances.keys(), timeout_s)
+            return dict(self._instances)
+
+    # In the loop
+
+    def _wake(self) -> None:
+        self._call(self._on_link)
+
+    def _call(self, function: Callable[..., None], *args: Any) -> bool:
+        """Runs it in the loop, where nothing may escape: an exception there is fatal."""
+        try:
+            self._loop.call_soon_threadsafe(self._guarded, function, *args)
+        except RuntimeError:  # the loop is closed
+            return False
+        return not self._dead
+
+    def _guarded(self, function: Callable[..., None], *args: Any) -> None:
+        if self._dead:
+            return
+        try:
+            function(*args)
+        except Exception as error:  # noqa: BLE001 - nothing may escape into the loop unseen
+            self._die(error)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.call_soon(self._guarded, self._housekeeping)
+        self._loop.run_forever()
+
+    def _on_link(self) -> None:
+        for event in self._link.drain():
+            self._note(event)
+            self._step(event)
+
+    def _arrive(self, request_id: int, prepared: Prepared) -> None:
+        now_s = self._clock()
+        if self._drain_until_s is not None:
+            self._emitter.close(request_id, End(failure=_SHUTTING_DOWN))
+            return
+        answer = Answer(self._text, prepared.stops, prompt_ids=prepared.prompt_ids if prepared.echo else ())
+        live = _Live(prepared, now_s + prepared.deadline_s, answer)
+        self._live[request_id] = live
+        self._step(
+            core.Arrived(
+                request_id=request_id,
+                prompt_tokens=len(prepared.prompt_ids),
+                max_tokens=prepared.max_tokens,
+                deadline_s=live.deadline_s,
+                ttft_s=prepared.ttft_s,
+                tpot_s=prepared.tpot_s,
+                priority=prepared.priority,
+            )
+        )
+
+    def _step(self, event: core.Event) -> None:
+        """One event through the core, and whatever follows from its commands."""
+        self._waiting.append(event)
+        while self._waiting:
+            for command in self._core.handle(self._clock(), self._waiting.popleft()):
+                self._obey(command)
+
+    def _obey(self, command: core.Command) -> None:
+        match command:
+            case core.Emit():
+                self._emit(command)
+            case core.Submit() | core.Pull() | core.Withdraw() | core.Cancel():
+                self._send(command)
+            case core.Finish():
+                self._finish(command)
+            case core.Refuse():
+                self._refuse(command)
+            case core.WakeAt():
+                self._loop.call_later(max(0.0, command.at_s - self._clock()), self._guarded, self._step, core.Tick())
+            case core.Quarantine():
+                log.warning("%s gets no work for now: %s", command.instance, command.reason)
+            case core.SwitchRole():
+                raise InternalError(f"the core asked {command.instance} to become {command.role}; not supported")
+
+    def _emit(self, command: core.Emit) -> None:
+        live = self._live[command.request_id]
+        piece, stopped_at = live.answer.push(command.first_index, command.ids, command.log_probs, now_s=self._clock())
+        self._emitter.push(command.request_id, piece)
+        if stopped_at is not None:
+            self._waiting.append(core.TextStopped(request_id=command.request_id, index=stopped_at))
+
+    def _send(self, command: core.Submit | core.Pull | core.Withdraw | core.Cancel) -> None:
+        try:
+            # False: the instance is gone, and the core learns of it from the Lost that is on its way.
+            self._link.send(command.instance, self._work(command))
+        except WireError as error:
+            log.warning("request %d can't go to %s: %s", command.request_id, command.instance, error)
+            self._emitter.close(command.request_id, End(failure=failure_of("invalid_argument", str(error))))
+            self._waiting.append(core.ClientGone(request_id=command.request_id))
+
+    def _work(self, command: core.Submit | core.Pull | core.Withdraw | core.Cancel) -> Work:
+        key = {"request_id": command.request_id, "attempt": command.attempt}
+        match command:
+            case core.Withdraw():
+                return WithdrawWork(**key)
+            case core.Cancel():
+                return CancelWork(**key)
+        live = self._live[command.request_id]
+        deadline_in_s = max(0.0, live.deadline_s - self._clock())
+        if isinstance(command, core.Submit):
+            request = self._request(command, live.prepared, RequestKind(command.kind))
+            return SubmitWork(request=request, deadline_in_s=deadline_in_s)
+        fresh = command.offer is not None
+        return PullWork(
+            **key,
+            request=self._request(command, live.prepared, RequestKind.GENERATION_ONLY) if fresh else None,
+            offer=command.offer,
+            chunks=command.chunks,
+            seal=command.seal,
+            deadline_in_s=deadline_in_s,
+        )
+
+    def _request(self, command: core.Submit | core.Pull, prepared: Prepared, kind: RequestKind) -> EngineRequest:
+        return EngineRequest(
+            request_id=command.request_id,
+            attempt=command.attempt,
+            kind=kind,
+            prompt_ids=prepared.prompt_ids + command.journal,
+            max_tokens=prepared.max_tokens,
+            sampling=prepared.sampling,
+            first_index=len(command.journal),
+        )
+
+    def _finish(self, command: core.Finish) -> None:
+        live = self._live.pop(command.request_id)
+        piece, end, timeline = live.answer.end(command)
+        self._emitter.push(command.request_id, piece)
+        self._emitter.close(command.request_id, end)
+        if timeline is not None:
+            self._metrics.ended(timeline, state=command.state, reason=command.reason)
+        if command.state == "failed":
+            log.warning("request %d failed (%s): %s", command.request_id, command.reason, command.message)
+
+    def _refuse(self, command: core.Refuse) -> None:
+        del self._live[command.request_id]
+        failure = failure_of(command.code, command.message, retry_after_s=command.retry_after_s)
+        self._emitter.close(command.request_id, End(failure=failure))
+        self._metrics.count("trtpd_requests_total", state="refused", reason=command.code)
+
+    def _note(self, event: core.Event) -> None:
+        """Keeps who is there, for `wait_for`."""
+        if isinstance(event, core.Step):
+            return
+        with self._registered:
+            if isinstance(event, core.Hello):
+                self._instances[event.instance] = event
+            elif isinstance(event, core.Lost):
+                self._instances.pop(event.instance, None)
+                log.warning("%s is lost: %s", event.instance, event.reason)
+            self._registered.notify_all()
+
+    def _housekeeping(self) -> None:
+        self._link.check()
+        self._metrics.gauges(self._core.snapshot(), up=self._instances)
+        if self._drain_until_s is not None and self._clock() >= self._drain_until_s:
+            for request_id in list(self._live):
+                self._emitter.close(request_id, End(failure=_SHUTTING_DOWN))
+                self._step(core.ClientGone(request_id=request_id))
+        self._loop.call_later(HOUSEKEEPING_S, self._guarded, self._housekeeping)
+
+    def _set_drain(self, until_s: float) -> None:
+        self._drain_until_s = until_s
+
+    def _status(self) -> dict[str, Any]:
+        about = {
+            "epoch": self._link.epoch,
+            "uptime_s": round(self._clock() - self._began_s, 1),
+            "draining": self._drain_until_s is not None,
+        }
+        busy_s = {peer.instance: round(peer.busy_s, 3) for peer in self._link.peers()}
+        return about | status_of(self._core.snapshot(), busy_s=busy_s)
+
+    def _die(self, error: BaseException) -> None:
+        self._dead = True
+        log.critical("the router stops: %s", error, exc_info=error)
+        text = str(error) if isinstance(error, TrtpdError) else repr(error)
+        self._emitter.stop(Failure(status="INTERNAL", message=f"code=internal the router failed: {text}"))
+        self._on_fatal(error)
+
+
+_SHUTTING_DOWN = Failure(status="UNAVAILABLE", message="code=shutting_down the server is stopping")
+_ROUTER_DOWN = failure_of(NoInstanceError.code, "the router is restarting; try again in a few seconds")

@@ -1,0 +1,323 @@
+"""`trtpd serve`: starts one Triton with this host's models, keeps it whole, takes it down without a trace.
+
+Order: look before starting anything; the server; every stage model at once; `pd` last, which serves only after
+a request has crossed them. Then watch: the server's death ends serving, a dead stub's model is loaded again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from trtpd.build.manifest import Manifest, read_manifest
+from trtpd.errors import InputError, ServeError
+from trtpd.kv_transfer.pool import sweep
+from trtpd.runtime.serve import rundir
+from trtpd.runtime.serve.preflight import Ports, check_ports, check_shared_memory
+from trtpd.runtime.serve.processes import descendants, die_with_parent, kill_all
+from trtpd.runtime.serve.server_package import ServerPackage, find_server
+from trtpd.runtime.serve.triton_http import TritonControl
+
+ROUTER_MODEL = "pd"
+LIVE_TIMEOUT_S = 60.0
+LOAD_TIMEOUT_S = 600.0
+STAGE_UNLOAD_S = 15.0
+EXIT_TIMEOUT_S = 5
+WATCH_S = 0.25
+RELOAD_BACKOFF_S = (0.0, 1.0, 2.0, 5.0, 10.0)
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """Port 0 takes any free one. `only`: these models of the build and no others. `router`: the address leaders dial
+    when it is not this launcher's own; with `pd` among the models, the one it binds. `keys`: CURVE keys for it.
+    """
+
+    build: Path
+    http: int = 8000
+    grpc: int = 8001
+    metrics: int = 8002
+    host: str = "127.0.0.1"
+    only: tuple[str, ...] = ()
+    router: str | None = None
+    keys: Path | None = None
+    drain_s: float = 30.0
+    verbose: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """A server that serves: its addresses as HOST:PORT, its models, and how long it took."""
+
+    http: str
+    grpc: str
+    metrics: str
+    models: tuple[str, ...]
+    run_dir: str
+    seconds: float
+
+
+def serve(options: ServeOptions, *, on_ready: Callable[[Ready], None], say: Say) -> int:
+    """Serves until a signal or the server's death; returns the exit code. `say` gets single lines for the user.
+
+    Raises TrtpdError if serving can't start or the server dies. Installs handlers for SIGINT and SIGTERM: call it
+    from the main thread.
+    """
+    launcher = Launcher(options, on_ready, say)
+    handlers = {signum: signal.signal(signum, launcher.on_signal) for signum in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        return launcher.run()
+    finally:
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
+
+
+def models_of(manifest: Manifest, only: Sequence[str]) -> list[str]:
+    """The models to load, `pd` last. Raises InputError for names the build does not have."""
+    known = [name for role in manifest.roles.values() for name in role.instances] + [ROUTER_MODEL]
+    unknown = [name for name in only if name not in known]
+    if unknown:
+        raise InputError(f"--only {','.join(unknown)}: this build has {', '.join(known)}")
+    return [name for name in known if not only or name in only]
+
+
+class Launcher:
+    """One run. Threads: the caller's waits and watches, a small pool loads and unloads."""
+
+    def __init__(self, options: ServeOptions, on_ready: Callable[[Ready], None], say: Say) -> None:
+        self._options = options
+        self._on_ready = on_ready
+        self._say = say
+        self._stop = threading.Event()
+        self._signals = 0
+        self._server: subprocess.Popen[bytes] | None = None
+        self._run_dir: Path | None = None
+        self._models: list[str] = []
+        self._ports = Ports(http=options.http, grpc=options.grpc, metrics=options.metrics)
+        self._control = TritonControl(_dialled(options.host), options.http)
+        self._pool = ThreadPoolExecutor(max_workers=16, thread_name_prefix="models")
+        self._reloads: dict[str, Future[None]] = {}
+
+    def on_signal(self, signum: int, frame: FrameType | None) -> None:
+        """The first asks for a drain, the second ends everything at once."""
+        self._signals += 1
+        self._stop.set()
+        if self._signals > 1:
+            self._clear_away()
+            os._exit(128 + signum)
+
+    def run(self) -> int:
+        began_s = time.monotonic()
+        build = self._options.build
+        manifest = read_manifest(build)
+        self._models = models_of(manifest, self._options.only)
+        package = find_server()
+        if package.remark:
+            self._say(package.remark)
+        self._ports = check_ports(self._options.host, self._ports)
+        self._control = TritonControl(_dialled(self._options.host), self._ports.http)
+        rundir.sweep_leftovers()
+        sweep()
+        check_shared_memory(build, manifest, self._models)
+        try:
+            self._run_dir = rundir.make_run_dir()
+            self._start_server(package)
+            self._load_all()
+            if not self._stop.is_set():
+                self._on_ready(self._ready(time.monotonic() - began_s))
+                self._watch()
+            self._drain()
+            return 0
+        finally:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            self._clear_away()
+
+    # Starting
+
+    def _start_server(self, package: ServerPackage) -> None:
+        run_dir = self._dir
+        package.link_backend(run_dir / "backends")
+        env = package.environment(os.environ) | self._model_environment()
+        with (run_dir / "logs" / "tritonserver.log").open("wb") as log:
+            self._server = subprocess.Popen(
+                self._command(package),
+                env=env,
+                cwd=run_dir,  # stubs put their working directory on sys.path
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C at a terminal is for the launcher alone
+                preexec_fn=die_with_parent,
+            )
+        deadline_s = time.monotonic() + LIVE_TIMEOUT_S
+        while not self._control.live():
+            self._check_server()
+            if time.monotonic() > deadline_s:
+                raise ServeError(f"tritonserver is not up after {LIVE_TIMEOUT_S:g} s\n{self._log_tail()}")
+            if self._stop.wait(0.05):
+                return
+
+    def _command(self, package: ServerPackage) -> list[str]:
+        host, ports = self._options.host, self._ports
+        python = {
+            "shm-default-byte-size": 4 << 20,
+            "shm-region-prefix-name": rundir.region_prefix(),
+            "stub-timeout-seconds": int(LOAD_TIMEOUT_S),
+        }
+        return [
+            str(package.binary),
+            f"--model-repository={(self._options.build / 'model_repo').resolve()}",
+            f"--backend-directory={self._dir / 'backends'}",
+            f"--cache-directory={package.caches}",
+            "--model-control-mode=explicit",
+            "--disable-auto-complete-config",
+            f"--model-load-thread-count={max(4, len(self._models))}",
+            f"--http-thread-count={max(8, 2 * len(self._models))}",
+            *(f"--{front}-address={host}" for front in ("http", "grpc", "metrics")),
+            f"--http-port={ports.http}",
+            f"--grpc-port={ports.grpc}",
+            f"--metrics-port={ports.metrics}",
+            "--allow-gpu-metrics=false",
+            "--allow-cpu-metrics=false",
+            "--pinned-memory-pool-byte-size=0",
+            f"--exit-timeout-secs={EXIT_TIMEOUT_S}",
+            f"--log-verbose={int(self._options.verbose)}",
+            "--exit-on-error=false",
+            "--strict-readiness=true",
+            *(f"--backend-config=python,{key}={value}" for key, value in python.items()),
+        ]
+
+    def _model_environment(self) -> dict[str, str]:
+        """What the shims read; see pipeline_model.py and stage_model.py."""
+        stages = [name for name in self._models if name != ROUTER_MODEL]
+        env = {
+            "TRTPD_RUN_DIR": str(self._dir),
+            "TRTPD_ROUTER": self._options.router or f"ipc://{self._dir / 'router.ipc'}",
+            "TRTPD_EXPECT": ",".join(stages),
+        }
+        if self._options.keys is not None:
+            env["TRTPD_KEYS"] = str(self._options.keys.resolve())
+        return env
+
+    def _load_all(self) -> None:
+        """Stage models side by side, then `pd`. Returns early when asked to stop."""
+        self._load_group([name for name in self._models if name != ROUTER_MODEL])
+        if not self._stop.is_set():
+            self._load_group([name for name in self._models if name == ROUTER_MODEL])
+
+    def _load_group(self, names: list[str]) -> None:
+        waiting = {self._pool.submit(self._control.load, name, timeout_s=LOAD_TIMEOUT_S): name for name in names}
+        while waiting and not self._stop.wait(0.02):
+            self._check_server()
+            for future in [future for future in waiting if future.done()]:
+                name = waiting.pop(future)
+                try:
+                    future.result()
+                except ServeError as error:
+                    raise ServeError(f"{error}{self._stage_log(name)}") from error
+
+    def _ready(self, seconds: float) -> Ready:
+        host = _dialled(self._options.host)
+        host = f"[{host}]" if ":" in host else host
+        return Ready(
+            http=f"{host}:{self._ports.http}",
+            grpc=f"{host}:{self._ports.grpc}",
+            metrics=f"{host}:{self._ports.metrics}",
+            models=tuple(self._models),
+            run_dir=str(self._dir),
+            seconds=round(seconds, 2),
+        )
+
+    # Watching
+
+    def _watch(self) -> None:
+        while not self._stop.wait(WATCH_S):
+            self._check_server()
+            for name in self._models:
+                stub = rundir.stub_of(self._dir, name)
+                running = self._reloads.get(name)
+                if stub is not None and not stub.alive and (running is None or running.done()):
+                    self._say(f"the Triton stub of {name} (pid {stub.pid}) died; loading {name} again")
+                    rundir.forget_stub(self._dir, name)
+                    self._reloads[name] = self._pool.submit(self._reload, name)
+
+    def _reload(self, name: str) -> None:
+        """Until it serves again: Triton itself neither notices a dead stub nor heals it by a load alone."""
+        attempts = 0
+        while not self._stop.wait(RELOAD_BACKOFF_S[min(attempts, len(RELOAD_BACKOFF_S) - 1)]):
+            attempts += 1
+            try:
+                self._control.unload(name, timeout_s=STAGE_UNLOAD_S)
+                self._control.load(name, timeout_s=LOAD_TIMEOUT_S)
+            except ServeError as error:
+                self._say(f"{name} did not come back, trying again: {error}")
+            else:
+                self._say(f"{name} serves again")
+                return
+
+    def _check_server(self) -> None:
+        """Raises ServeError with the log's last lines if tritonserver is gone."""
+        assert self._server is not None
+        code = self._server.poll()
+        if code is not None and not self._stop.is_set():
+            raise ServeError(f"tritonserver ended with code {code}; its last lines:\n{self._log_tail()}")
+
+    # Ending
+
+    def _drain(self) -> None:
+        """New requests are refused from here on; running ones get `drain_s`."""
+        drain_s = self._options.drain_s
+        rundir.announce_drain(self._dir, time.monotonic() + drain_s)
+        with contextlib.suppress(ServeError):  # what can't be unloaded any more is killed next
+            if ROUTER_MODEL in self._models:
+                self._control.unload(ROUTER_MODEL, timeout_s=drain_s + EXIT_TIMEOUT_S)
+            stages = [name for name in self._models if name != ROUTER_MODEL]
+            unload = [self._pool.submit(self._control.unload, name, timeout_s=STAGE_UNLOAD_S) for name in stages]
+            for future in unload:
+                future.result()
+        if self._server is not None and self._server.poll() is None:
+            self._server.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._server.wait(EXIT_TIMEOUT_S + 10)
+
+    def _clear_away(self) -> None:
+        """No process, no shared memory, no run directory of this run is left. Idempotent."""
+        server = self._server
+        if server is not None:
+            below = descendants(server.pid)
+            if server.poll() is None:
+                server.kill()
+            kill_all(below)
+            server.wait()
+        rundir.sweep_regions(rundir.region_prefix())
+        sweep()
+        if self._run_dir is not None:
+            rundir.remove(self._run_dir)
+
+    @property
+    def _dir(self) -> Path:
+        assert self._run_dir is not None
+        return self._run_dir
+
+    def _log_tail(self) -> str:
+        return rundir.tail(self._dir / "logs" / "tritonserver.log")
+
+    def _stage_log(self, name: str) -> str:
+        lines = rundir.tail(self._dir / "logs" / f"{name}.log")
+        return f"\nlast lines of its worker:\n{lines}" if lines else ""
+
+
+def _dialled(host: str) -> str:
+    """Where a server that listens on `host` is reached from this host."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)

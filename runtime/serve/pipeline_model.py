@@ -1,0 +1,206 @@
+"""What the shim of the model `pd` calls: clients' requests in, the router behind, readiness that means something."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from trtpd.build.manifest import Manifest, read_engine_config, read_manifest
+from trtpd.errors import NoInstanceError, RequestError, ServeError, TrtpdError
+from trtpd.runtime.core.router import RouterCore
+from trtpd.runtime.engine.base import Sampling
+from trtpd.runtime.serve import rundir
+from trtpd.runtime.serve.answer import failure_of
+from trtpd.runtime.serve.driver import Driver, Prepared
+from trtpd.runtime.serve.emitter import End
+from trtpd.runtime.serve.metrics import Metrics, TritonMetrics
+from trtpd.runtime.serve.request import Asked, ModelLimits, parse, query_of, tokenise
+from trtpd.runtime.serve.sinks import CollectSink, TritonSink
+from trtpd.runtime.serve.stage_model import build_of
+from trtpd.runtime.serve.text import TextLayer
+from trtpd.runtime.worker.link import RouterLink
+from trtpd.runtime.worker.session import fresh_id
+
+log = logging.getLogger(__name__)
+
+REGISTER_TIMEOUT_S = 20.0
+PROBE_TIMEOUT_S = 60.0
+PROBE_TOKENS = 3
+DRAIN_LOOK_S = 0.2
+TOKENISERS = 2
+ROUTER_FAILED_EXIT = 70
+
+
+class PipelineModel:
+    """The model `pd`. `pb_utils` is Any: it exists only inside a Triton stub."""
+
+    def __init__(self, pb_utils: Any, args: Mapping[str, str]) -> None:
+        """Returns once a request has crossed the instances. Raises TrtpdError if none can."""
+        self._pb = pb_utils
+        build = build_of(args)
+        self._run_dir = Path(os.environ["TRTPD_RUN_DIR"])
+        rundir.note_stub(self._run_dir, args["model_name"])
+        self._manifest = read_manifest(build)
+        self._text = TextLayer(build / "tokenizer")
+        self._limits = limits_of(build, self._manifest, self._text)
+        self._metrics = Metrics(TritonMetrics(pb_utils), self._manifest.model)
+        self._driver = Driver(
+            RouterCore(seed=secrets.randbits(32)),
+            _link_maker(),
+            self._text,
+            self._metrics,
+            on_fatal=_exit_for_restart,
+        )
+        self._tokenisers = ThreadPoolExecutor(TOKENISERS, thread_name_prefix="tokenise")
+        self._closing = threading.Event()
+        self._driver.start()
+        try:
+            self._await_instances()
+            probe(self._driver, self._manifest, self._limits)
+        except TrtpdError:
+            self._driver.stop()
+            raise
+        threading.Thread(target=self._watch_drain, name="drain", daemon=True).start()
+
+    def execute(self, requests: list[Any]) -> None:
+        """Answers each through its response sender, now or later; never blocks on an instance."""
+        for request in requests:
+            self._tokenisers.submit(self._take, request)
+
+    def finalize(self) -> None:
+        """Triton calls this when the last stream has ended."""
+        self._closing.set()
+        self._tokenisers.shutdown(wait=True)
+        self._driver.stop()
+
+    def _take(self, request: Any) -> None:
+        try:
+            self._admit(request)
+        except RequestError as error:
+            self._refuse(request, error.code, str(error))
+        except TrtpdError as error:
+            self._refuse(request, error.code, str(error))
+        except Exception as error:  # whatever it was, the client must get its last response
+            log.exception("a request could not be taken")
+            self._refuse(request, "internal", repr(error))
+
+    def _admit(self, request: Any) -> None:
+        tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+        if query_of(tensors) is not None:
+            self._driver.reply(TritonSink(self._pb, request), End(), text=self._status())
+            return
+        parameters = json.loads(request.parameters() or "{}")
+        asked = parse(tensors, parameters, self._limits, drawn_seed=secrets.randbits(63))
+        prepared = prepare(asked, self._text, self._limits)
+        sink = TritonSink(self._pb, request, log_probs=asked.log_probs, counts=(asked.count_input, asked.count_output))
+        self._driver.submit(prepared, sink, stream=asked.stream)
+
+    def _refuse(self, request: Any, code: str, message: str) -> None:
+        self._metrics.count("trtpd_requests_total", state="refused", reason=code)
+        self._driver.reply(TritonSink(self._pb, request), End(failure=failure_of(code, message)))
+
+    def _status(self) -> str:
+        about = {
+            "model": self._manifest.model,
+            "fingerprint": self._manifest.pair_fingerprint,
+            "trtpd": self._manifest.trtpd,
+            "max_seq_tokens": self._limits.max_seq_tokens,
+        }
+        return json.dumps(about | self._driver.status())
+
+    def _await_instances(self) -> None:
+        """All that are expected, or after a while those that suffice. Raises NoInstanceError."""
+        expected = [name for name in os.environ.get("TRTPD_EXPECT", "").split(",") if name]
+        if not expected:
+            expected = [name for role in self._manifest.roles.values() for name in role.instances]
+        there = self._driver.wait_for(expected, REGISTER_TIMEOUT_S)
+        roles = {hello.role for hello in there.values()}
+        missing = ", ".join(name for name in expected if name not in there)
+        if "mixed" not in roles and not {"prefill", "decode"} <= roles:
+            raise NoInstanceError(
+                f"within {REGISTER_TIMEOUT_S:g} s no prefill and decode (or mixed) instance has registered at "
+                f"{os.environ['TRTPD_ROUTER']}; missing: {missing}"
+            )
+        if missing:
+            log.warning("serving without %s for now", missing)
+
+    def _watch_drain(self) -> None:
+        """Passes the launcher's word on to the driver."""
+        while not self._closing.wait(DRAIN_LOOK_S):
+            until_s = rundir.drain_until_s(self._run_dir)
+            if until_s is not None:
+                self._driver.drain(until_s)
+                return
+
+
+def limits_of(build: Path, manifest: Manifest, text: TextLayer) -> ModelLimits:
+    """What every role of the build can take."""
+    configs = [read_engine_config(build / role.directory) for role in manifest.roles.values()]
+    return ModelLimits(
+        max_seq_tokens=min(config.max_seq_tokens for config in configs),
+        vocab_size=min(configs[0].architecture.vocab_size, max(text.vocab_size, 1)),
+        end_ids=configs[0].end_ids,
+    )
+
+
+def prepare(asked: Asked, text: TextLayer, limits: ModelLimits) -> Prepared:
+    """Tokenises. Raises RequestError for a prompt that is empty or too long."""
+    return Prepared(
+        prompt_ids=tokenise(asked, text, limits),
+        max_tokens=asked.max_tokens,
+        sampling=asked.sampling,
+        deadline_s=asked.deadline_s,
+        stops=asked.stops,
+        echo=asked.echo,
+        ttft_s=asked.ttft_s,
+        tpot_s=asked.tpot_s,
+        priority=asked.priority,
+    )
+
+
+def probe(driver: Driver, manifest: Manifest, limits: ModelLimits) -> None:
+    """One request through the instances: prefill, transfer, decode. Raises ServeError if it doesn't come back."""
+    layout = next(iter(manifest.roles.values())).layout
+    length = min(layout.tokens_per_block + 1, limits.max_seq_tokens - PROBE_TOKENS)
+    sink = CollectSink()
+    began_s = time.monotonic()
+    prepared = Prepared(
+        prompt_ids=tuple(1 + i % (limits.vocab_size - 1) for i in range(length)),
+        max_tokens=PROBE_TOKENS,
+        sampling=Sampling(),
+        deadline_s=PROBE_TIMEOUT_S,
+    )
+    driver.submit(prepared, sink, stream=False)
+    outcome = sink.wait(PROBE_TIMEOUT_S + 5.0)
+    if outcome is None:
+        raise ServeError(f"the probe request did not come back within {PROBE_TIMEOUT_S:g} s")
+    if outcome.end.failure is not None:
+        raise ServeError(f"the probe request failed: {outcome.end.failure.message}")
+    if len(outcome.ids) != PROBE_TOKENS:
+        raise ServeError(f"the probe request gave {len(outcome.ids)} tokens of {PROBE_TOKENS}")
+    log.info("probe crossed in %.0f ms: %s", (time.monotonic() - began_s) * 1e3, outcome.end.timeline)
+
+
+def _link_maker() -> Any:
+    keys = os.environ.get("TRTPD_KEYS")
+    epoch = fresh_id(time.time_ns(), secrets.token_hex(4))
+
+    def make(wake: Any) -> RouterLink:
+        return RouterLink(os.environ["TRTPD_ROUTER"], epoch=epoch, wake=wake, keys=Path(keys) if keys else None)
+
+    return make
+
+
+def _exit_for_restart(error: BaseException) -> None:
+    """The launcher sees the stub gone and loads the model again, with a fresh router."""
+    print(f"pd: the router failed ({error!r}); ending this stub", file=sys.stderr, flush=True)
+    os._exit(ROUTER_FAILED_EXIT)

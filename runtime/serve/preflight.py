@@ -1,0 +1,85 @@
+"""What must hold before a server is started, each with its mend in the message."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from trtpd.build.manifest import Manifest, read_engine_config
+from trtpd.errors import InputError, ServeError
+
+REGION_BYTES = 16 << 20
+"""Room in shared memory for each model's messages with the server."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ports:
+    """Where the three fronts listen. 0: any free port."""
+
+    http: int
+    grpc: int
+    metrics: int
+
+
+def check_ports(host: str, wanted: Ports) -> Ports:
+    """The ports with every 0 replaced by a free one. Raises InputError for ports that can't be, ServeError for one
+    in use or a host that is not this one's."""
+    chosen = {"http": wanted.http, "grpc": wanted.grpc, "metrics": wanted.metrics}
+    fixed = [port for port in chosen.values() if port]
+    if len(set(fixed)) < len(fixed):
+        raise InputError(f"ports {', '.join(f'--{front} {port}' for front, port in chosen.items())} must differ")
+    with contextlib.ExitStack() as held:  # all at once, so that no free port is found twice
+        for front, port in chosen.items():
+            try:
+                listener = held.enter_context(socket.create_server((host, port), family=_family(host)))
+            except (OSError, OverflowError) as error:
+                raise ServeError(
+                    f"port {port} on {host} can't be used ({getattr(error, 'strerror', None) or error}"
+                    f"{_holder(port)}); stop what listens there, or choose another with --{front} PORT (0: any)"
+                ) from error
+            chosen[front] = listener.getsockname()[1]
+    return Ports(**chosen)
+
+
+def check_shared_memory(build: Path, manifest: Manifest, models: Sequence[str]) -> None:
+    """Raises ServeError if /dev/shm has no room for these models' KV pools and the server's own regions."""
+    needed = len(models) * REGION_BYTES + sum(pool_bytes(build, manifest, models).values())
+    stat = os.statvfs("/dev/shm")
+    free = stat.f_bavail * stat.f_frsize
+    if needed > free:
+        raise ServeError(
+            f"/dev/shm has {free / 1e6:,.0f} MB free, serving needs {needed / 1e6:,.0f} MB; build with fewer "
+            "KV blocks, free some, or enlarge it (`mount -o remount,size=8G /dev/shm`; Docker: --shm-size)"
+        )
+
+
+def pool_bytes(build: Path, manifest: Manifest, models: Iterable[str]) -> dict[str, int]:
+    """Bytes of the KV pool of each instance among `models`. Engines that move no memory of ours hold none."""
+    sizes = {}
+    for role in manifest.roles.values():
+        config = read_engine_config(build / role.directory)
+        block_bytes = config.layout.bytes_per_token * config.layout.tokens_per_block
+        for name in role.instances:
+            if name in models and config.engine != "tensorrt_llm":
+                sizes[name] = config.profile.kv_blocks * block_bytes
+    return sizes
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _holder(port: int) -> str:
+    """Who listens there, if it may be known."""
+    with contextlib.suppress(psutil.Error, OSError):
+        for connection in psutil.net_connections("tcp"):
+            listens = connection.status == psutil.CONN_LISTEN and connection.pid
+            if listens and connection.laddr.port == port:
+                return f", held by {psutil.Process(connection.pid).name()} (pid {connection.pid})"
+    return ""

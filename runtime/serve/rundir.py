@@ -1,0 +1,127 @@
+"""The run directory of one `trtpd serve`: private, named after its launcher, gone when it ends.
+
+RUN/
+  logs/            one file per process
+  stubs/NAME       Identity of the Triton stub that runs model NAME
+  drain            present once serving ends: the instant (monotonic clock) at which streams are cut
+  backends/        what tritonserver takes for its backend directory
+  router.ipc ...   sockets
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from trtpd.runtime.serve.processes import Identity, own_identity
+
+SHM_DIR = Path("/dev/shm")
+PREFIX = "trtpd-run."
+REGION_PREFIX = "trtpd-triton."
+SOCKET_PATH_BYTES = 100
+"""Linux allows 107 for a socket's path; the longest name of ours must fit behind the directory."""
+
+_OWNER = re.compile(r"[a-z-]+\.(\d+)\.(\d+)\.")
+
+
+def make_run_dir() -> Path:
+    """A new one, readable by this user only."""
+    owner = own_identity()
+    base = tempfile.gettempdir()
+    if len(base) > SOCKET_PATH_BYTES // 2:
+        base = "/tmp"
+    path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{owner.pid}.{owner.start_ticks}.", dir=base))
+    for name in ("logs", "stubs", "backends"):
+        (path / name).mkdir()
+    return path
+
+
+def region_prefix() -> str:
+    """What the shared memory of this launcher's Triton begins with."""
+    owner = own_identity()
+    return f"{REGION_PREFIX}{owner.pid}.{owner.start_ticks}."
+
+
+def sweep_leftovers() -> list[str]:
+    """Removes run directories and Triton's shared memory of launchers that are gone. Returns their names."""
+    removed = []
+    candidates = [*Path(tempfile.gettempdir()).glob(f"{PREFIX}*"), *SHM_DIR.glob(f"{REGION_PREFIX}*")]
+    for path in candidates:
+        if _owner_is_gone(path.name):
+            remove(path)
+            removed.append(path.name)
+    return removed
+
+
+def sweep_regions(prefix: str) -> list[str]:
+    """Removes Triton's shared memory with this prefix, whoever made it. Returns the names."""
+    regions = list(SHM_DIR.glob(f"{prefix}*"))
+    for path in regions:
+        remove(path)
+    return [path.name for path in regions]
+
+
+def remove(path: Path) -> None:
+    """A file or a tree; what is gone already, or another user's, is left alone."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    try:
+        path.unlink(missing_ok=True)
+    except PermissionError:
+        return
+
+
+def note_stub(run_dir: Path, model: str) -> None:
+    """Called in a stub: says which process runs `model`."""
+    path = run_dir / "stubs" / model
+    fresh = path.with_suffix(".new")
+    fresh.write_bytes(msgspec.json.encode(own_identity()))
+    fresh.replace(path)
+
+
+def stub_of(run_dir: Path, model: str) -> Identity | None:
+    """The stub that last said it runs `model`."""
+    try:
+        return msgspec.json.decode((run_dir / "stubs" / model).read_bytes(), type=Identity)
+    except FileNotFoundError:
+        return None
+
+
+def forget_stub(run_dir: Path, model: str) -> None:
+    (run_dir / "stubs" / model).unlink(missing_ok=True)
+
+
+def announce_drain(run_dir: Path, until_s: float) -> None:
+    """Tells `pd` when (monotonic clock) what still runs is to be cut."""
+    fresh = run_dir / "drain.new"
+    fresh.write_text(repr(until_s))
+    fresh.replace(run_dir / "drain")
+
+
+def drain_until_s(run_dir: Path) -> float | None:
+    """None while serving goes on."""
+    try:
+        return float((run_dir / "drain").read_text())
+    except FileNotFoundError:
+        return None
+
+
+def tail(path: Path, lines: int = 15) -> str:
+    """The last lines of a log; "" if there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 64 * 1024))
+            text = file.read().decode("utf-8", "replace")
+    except OSError:
+        return ""
+    return "\n".join(text.rstrip().splitlines()[-lines:])
+
+
+def _owner_is_gone(name: str) -> bool:
+    match = _OWNER.match(name)
+    return match is not None and not Identity(int(match[1]), int(match[2])).alive

@@ -1,0 +1,212 @@
+"""What a stage model's shim calls: owns one instance's worker, and answers requests for its stage alone.
+
+Stage requests exist to be measured (perf_analyzer): `prefill_N` computes a prompt and lets go of it, `decode_N`
+decodes behind synthetic KV. Both count as the instance's load.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trtpd.build.manifest import EngineConfig, read_engine_config, read_manifest
+from trtpd.errors import EngineError, RequestError, SaturatedError, ServeError, TrtpdError
+from trtpd.runtime.serve.answer import failure_of
+from trtpd.runtime.serve.emitter import Emitter, End, Piece
+from trtpd.runtime.serve.rundir import note_stub
+from trtpd.runtime.serve.sinks import error_response
+from trtpd.runtime.serve.text import TextLayer
+from trtpd.runtime.serve.worker_process import WorkerCommand, WorkerProcess, worker_environment
+from trtpd.runtime.worker.local_client import LocalClient
+
+log = logging.getLogger(__name__)
+
+READY_TIMEOUT_S = 300.0
+REQUEST_TIMEOUT_S = 120.0
+DRAIN_S = 10.0
+STOP_GRACE_S = 5.0
+MAX_CALLS = 128
+
+
+class StageModel:
+    """One instance. `pb_utils` is Any: it exists only inside a Triton stub."""
+
+    def __init__(self, pb_utils: Any, args: Mapping[str, str]) -> None:
+        """Returns when the worker serves. Raises TrtpdError."""
+        self._pb = pb_utils
+        self._name = args["model_name"]
+        build = build_of(args)
+        self._run_dir = Path(os.environ["TRTPD_RUN_DIR"])
+        note_stub(self._run_dir, self._name)
+        self._config = engine_config_of(build, self._name)
+        self._text = TextLayer(build / "tokenizer")
+        self._worker = WorkerProcess(worker_command(build, self._name), worker_environment(os.environ))
+        self._ids = itertools.count(1)
+        self._gone: set[int] = set()
+        self._emitter = Emitter(self._gone.add)
+        self._calls = ThreadPoolExecutor(MAX_CALLS, thread_name_prefix="stage")
+        self._closing = threading.Event()
+        self._worker.start(READY_TIMEOUT_S)
+        self._emitter.start()
+
+    def execute(self, requests: list[Any]) -> None:
+        """Answers each through its response sender."""
+        for request in requests:
+            request_id = next(self._ids)
+            self._emitter.open(request_id, StageSink(self._pb, request), stream=True)
+            tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+            self._calls.submit(self._answer, request_id, tensors)
+
+    def finalize(self) -> None:
+        """Lets what runs end for a while, then stops the worker."""
+        self._closing.set()
+        ready = self._worker.ready
+        if ready is not None:
+            with LocalClient(ready.local) as client:
+                _drain(client, time.monotonic() + DRAIN_S)
+        self._worker.stop(grace_s=STOP_GRACE_S)
+        self._calls.shutdown(wait=True)
+        self._emitter.stop(failure_of(ServeError.code, f"{self._name} is stopping"))
+
+    def _answer(self, request_id: int, tensors: Mapping[str, Any]) -> None:
+        end = End(finish_reason="stop")
+        try:
+            end = self._run(request_id, tensors)
+        except RequestError as error:
+            end = End(failure=failure_of(error.code, str(error)))
+        except SaturatedError as error:
+            end = End(failure=failure_of(error.code, str(error), retry_after_s=error.retry_after_s))
+        except TrtpdError as error:
+            end = End(failure=failure_of(error.code, str(error)))
+        except Exception as error:  # whatever it was, the client must get its last response
+            log.exception("stage request %d", request_id)
+            end = End(failure=failure_of("internal", repr(error)))
+        self._emitter.close(request_id, end)
+        self._gone.discard(request_id)
+
+    def _run(self, request_id: int, tensors: Mapping[str, Any]) -> End:
+        ready = self._worker.ready
+        if ready is None:
+            raise EngineError(f"{self._name}: its worker is being restarted; try again in a few seconds")
+        with LocalClient(ready.local) as client:
+            if "kv_tokens" in tensors:
+                return self._decode(client, request_id, tensors)
+            return self._prefill(client, request_id, tensors)
+
+    def _prefill(self, client: LocalClient, request_id: int, tensors: Mapping[str, Any]) -> End:
+        done = client.prefill(
+            self._prompt(tensors),
+            timeout_s=REQUEST_TIMEOUT_S,
+            cancelled=lambda: request_id in self._gone,
+        )
+        if done is None:
+            return End(cancelled=True)
+        self._emitter.push(request_id, Piece(ids=[done.first_token]))
+        times = {"queue_ms": done.queue_s * 1e3, "prefill_ms": done.prefill_s * 1e3}
+        return End(finish_reason="length", timeline=json.dumps(times))
+
+    def _decode(self, client: LocalClient, request_id: int, tensors: Mapping[str, Any]) -> End:
+        limit = self._config.max_seq_tokens
+        kv_tokens = _integer(tensors, "kv_tokens", 1, limit - 1)
+        max_tokens = _integer(tensors, "max_tokens", 1, limit - kv_tokens)
+        batches = client.decode(
+            kv_tokens=kv_tokens,
+            max_tokens=max_tokens,
+            timeout_s=REQUEST_TIMEOUT_S,
+            cancelled=lambda: request_id in self._gone,
+        )
+        done = False
+        for batch in batches:
+            self._emitter.push(request_id, Piece(ids=list(batch.ids)))
+            done = batch.done
+        return End(finish_reason="length", timeline="{}") if done else End(cancelled=True)
+
+    def _prompt(self, tensors: Mapping[str, Any]) -> tuple[int, ...]:
+        if ("input_ids" in tensors) == ("text_input" in tensors):
+            raise RequestError(
+                "send input_ids or text_input to measure prefill, or kv_tokens and max_tokens to measure decode"
+            )
+        if "text_input" in tensors:
+            text: bytes = tensors["text_input"].reshape(-1)[0]
+            ids = self._text.encode(text.decode("utf-8", "replace")[: self._config.max_seq_tokens * 64])
+        else:
+            ids = tuple(int(i) for i in tensors["input_ids"].reshape(-1))
+        if not 0 < len(ids) < self._config.max_seq_tokens:
+            raise RequestError(f"the prompt has {len(ids)} tokens; it must have 1 to {self._config.max_seq_tokens - 1}")
+        return ids
+
+
+class StageSink:
+    """One stage request's response sender."""
+
+    def __init__(self, pb_utils: Any, request: Any) -> None:
+        self._pb = pb_utils
+        self._sender = request.get_response_sender()
+
+    def send(self, piece: Piece, end: End | None) -> None:
+        pb, flags = self._pb, 0 if end is None else self._pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+        if end is not None and end.failure is not None:
+            self._sender.send(error_response(pb, end.failure), flags=flags)
+        elif end is not None and end.cancelled:
+            self._sender.send(flags=flags)
+        else:
+            tensors = [pb.Tensor("output_ids", np.array([piece.ids], dtype=np.int32))]
+            if end is not None:
+                tensors.append(pb.Tensor("timeline", np.array([end.timeline.encode()], dtype=np.object_)))
+            self._sender.send(pb.InferenceResponse(tensors), flags=flags)
+
+    def left(self) -> bool:
+        return bool(self._sender.is_cancelled())
+
+
+def build_of(args: Mapping[str, str]) -> Path:
+    """BUILD, from where Triton found the model: BUILD/model_repo/NAME."""
+    return Path(args["model_repository"]).resolve().parents[1]
+
+
+def engine_config_of(build: Path, instance: str) -> EngineConfig:
+    """Raises ServeError if the build has no such instance."""
+    for role in read_manifest(build).roles.values():
+        if instance in role.instances:
+            return read_engine_config(build / role.directory)
+    raise ServeError(f"{build} has no instance {instance!r}; render its model repository with `trtpd build`")
+
+
+def worker_command(build: Path, instance: str) -> WorkerCommand:
+    """Router, run directory and keys come from the launcher through the environment."""
+    keys = os.environ.get("TRTPD_KEYS")
+    return WorkerCommand(
+        build=build,
+        instance=instance,
+        router=os.environ["TRTPD_ROUTER"],
+        run_dir=Path(os.environ["TRTPD_RUN_DIR"]),
+        keys=Path(keys) if keys else None,
+    )
+
+
+def _drain(client: LocalClient, until_s: float) -> None:
+    try:
+        client.drain(timeout_s=DRAIN_S)
+        while client.status().jobs and time.monotonic() < until_s:
+            time.sleep(0.05)
+    except ServeError as error:
+        log.warning("stopping a worker that does not answer: %s", error)
+
+
+def _integer(tensors: Mapping[str, Any], name: str, low: int, high: int) -> int:
+    if name not in tensors:
+        raise RequestError(f"{name} is missing; to measure decode send kv_tokens and max_tokens")
+    value = int(tensors[name].reshape(-1)[0])
+    if not low <= value <= high:
+        raise RequestError(f"{name} is {value}; it must lie between {low} and {high}")
+    return value

@@ -1,0 +1,51 @@
+"""What `trtpd status` shows: the router's snapshot in a stable shape, as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+INSTANCE_FIELDS = (
+    "role",
+    "state",
+    "running",
+    "waiting",
+    "queued_tokens",
+    "kv_blocks",
+    "kv_blocks_free",
+    "kv_blocks_held",
+    "kv_blocks_promised",
+    "losses",
+    "host",
+    "generation",
+    "transports",
+    "step_s",
+    "step_tokens",
+)
+
+
+def status_of(router: Mapping[str, Any], *, busy_s: Mapping[str, float]) -> dict[str, Any]:
+    """`router` is RouterCore.snapshot(); `busy_s` says for each registered instance how long its step has run.
+
+    `requests` of an instance are those it holds something of, ended ones that it has not let go of included.
+    """
+    counters = dict(router["counters"])
+    for outcome in ("finished", "failed", "refused", "retries"):
+        counters |= {f"{outcome}_{reason}": number for reason, number in router[outcome].items()}
+    return {
+        "requests_in_flight": sum(router["requests"].values()),
+        "requests": dict(router["requests"]),
+        "queued": router["queued"],
+        "undelivered": router["undelivered"],
+        "instances": {
+            view["name"]: {name: view[name] for name in INSTANCE_FIELDS}
+            | {"requests": view["in_flight"] + view["closing"], "busy_s": busy_s.get(view["name"])}
+            for view in router["instances"]
+        },
+        "links_down": list(router["links_down"]),
+        "counters": counters,
+        "faults": [
+            {"ago_s": round(router["now_s"] - fault["at_s"], 1), "code": fault["code"], "what": fault["text"]}
+            for fault in router["faults"]
+        ],
+    }

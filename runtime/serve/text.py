@@ -1,0 +1,187 @@
+"""The text side of a build: its tokenizer, its chat template, and the text stream of each answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import msgspec
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from trtpd.errors import EngineError, RequestError
+from trtpd.runtime.serve.detokenize import (
+    ByteLevelDetokenizer,
+    Detokenizer,
+    TextStream,
+    WindowDetokenizer,
+)
+
+MAX_MESSAGES = 4096
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One turn of a chat."""
+
+    role: str
+    content: str
+
+
+class TextLayer:
+    """Reads BUILD/tokenizer. Thread-safe: nothing is written after construction.
+
+    Raises EngineError if tokenizer.json is missing or unreadable, or the chat template has a syntax error.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        path = directory / "tokenizer.json"
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise EngineError(f"tokenizer {path} can't be read: {error}; build again with `trtpd build`") from error
+        self._config = _read_json(directory / "tokenizer_config.json")
+        self._template = _compile_template(self._config, directory)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self._byte_level = _is_byte_level(self._tokenizer)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+
+    @cached_property
+    def longest_token_bytes(self) -> int:
+        """No token stands for more bytes of text than this."""
+        return max(len(token.encode()) for token in self._tokenizer.get_vocab(with_added_tokens=True))
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """A raw prompt, with whatever the tokenizer itself puts around it."""
+        return tuple(self._tokenizer.encode(text, add_special_tokens=True).ids)
+
+    def encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """A chat through the model's template, which brings its own special tokens."""
+        return tuple(self._tokenizer.encode(self.render_chat(messages), add_special_tokens=False).ids)
+
+    def render_chat(self, messages: Sequence[Message]) -> str:
+        """The chat as the model reads it, up to where its answer begins. Raises RequestError."""
+        if self._template is None:
+            raise RequestError("messages: this model has no chat template; send the whole prompt as text_input")
+        try:
+            return self._template.render(
+                messages=[{"role": m.role, "content": m.content} for m in messages],
+                add_generation_prompt=True,
+                bos_token=_token_text(self._config.get("bos_token")),
+                eos_token=_token_text(self._config.get("eos_token")),
+            )
+        except jinja2.TemplateError as error:
+            raise RequestError(f"messages: the model's chat template refuses them: {error}") from error
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """All of it at once, special tokens left out."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def stream(self, stops: Sequence[str]) -> TextStream:
+        """For one answer."""
+        return TextStream(self._detokenizer(), stops, self.special_ids)
+
+    def _detokenizer(self) -> Detokenizer:
+        if self._byte_level:
+            return ByteLevelDetokenizer(self._token_bytes)
+        return WindowDetokenizer(self.decode)
+
+    def _token_bytes(self, token: int) -> bytes:
+        text = self._tokenizer.id_to_token(token)
+        return b"" if text is None else _byte_level_bytes(text)
+
+
+def parse_messages(text: str) -> tuple[Message, ...]:
+    """The JSON list of {"role", "content"} in the input `messages`. Raises RequestError."""
+    try:
+        messages = msgspec.json.decode(text, type=tuple[Message, ...])
+    except msgspec.MsgspecError as error:
+        raise RequestError(
+            f'messages: {error}; it must be a JSON list such as [{{"role": "user", "content": "Hello"}}]'
+        ) from error
+    if not 0 < len(messages) <= MAX_MESSAGES:
+        raise RequestError(f"messages: {len(messages)} messages; send 1 to {MAX_MESSAGES}")
+    return messages
+
+
+def _is_byte_level(tokenizer: Tokenizer) -> bool:
+    if tokenizer.decoder is None:
+        return False
+    return bool(json.loads(tokenizer.to_str())["decoder"].get("type") == "ByteLevel")
+
+
+@lru_cache(maxsize=1)
+def _byte_of_char() -> dict[str, int]:
+    """Byte-level vocabularies write printable Latin-1 bytes as themselves and the others from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(b): b for b in printable} | {chr(0x100 + n): b for n, b in enumerate(others)}
+
+
+@lru_cache(maxsize=1 << 17)
+def _byte_level_bytes(token: str) -> bytes:
+    """An added token may hold characters outside that alphabet: it stands for itself then."""
+    table = _byte_of_char()
+    values = [table.get(char) for char in token]
+    known = [value for value in values if value is not None]
+    return bytes(known) if len(known) == len(values) else token.encode()
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise EngineError(f"{path} can't be read: {error}; build again with `trtpd build`") from error
+    if not isinstance(content, dict):
+        raise EngineError(f"{path} holds no JSON object; build again with `trtpd build`")
+    return content
+
+
+def _token_text(entry: Any) -> str:
+    """Special tokens are written as a string or as an object with `content`."""
+    if isinstance(entry, dict):
+        entry = entry.get("content")
+    return entry if isinstance(entry, str) else ""
+
+
+def _compile_template(config: dict[str, Any], directory: Path) -> jinja2.Template | None:
+    source = config.get("chat_template")
+    if isinstance(source, list):
+        named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
+        source = named.get("default")
+    file = directory / "chat_template.jinja"
+    if source is None and file.exists():
+        source = file.read_text(encoding="utf-8")
+    if not isinstance(source, str):
+        return None
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateError as error:
+        raise EngineError(f"the chat template in {directory} has an error: {error}") from error
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)

@@ -1,0 +1,195 @@
+"""The worker of one instance, kept running: started, watched, restarted alone when it dies, stopped.
+
+All of it happens in one thread, because the worker is told to die with the thread that started it. The worker
+also ends when its standard input does, so nothing outlives a stub that is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from trtpd.errors import EngineError, TrtpdError
+from trtpd.runtime.serve.processes import die_with_parent
+from trtpd.runtime.serve.rundir import tail
+from trtpd.runtime.worker.link import report_death
+
+log = logging.getLogger(__name__)
+
+BACKOFF_FIRST_S = 0.2
+BACKOFF_MAX_S = 5.0
+STEADY_S = 30.0
+"""A worker that ran this long is restarted without delay when it dies."""
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True):
+    """The worker's one line on standard output."""
+
+    ready: bool
+    generation: str
+    local: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerCommand:
+    """How to start one instance's worker."""
+
+    build: Path
+    instance: str
+    router: str
+    run_dir: Path
+    keys: Path | None = None
+
+    def argv(self) -> list[str]:
+        flags = {"--build": self.build, "--instance": self.instance, "--router": self.router}
+        flags |= {"--run-dir": self.run_dir} | ({"--keys": self.keys} if self.keys else {})
+        module = [sys.executable, "-m", "trtpd.runtime.worker"]
+        return module + [str(part) for flag in flags.items() for part in flag]
+
+    @property
+    def log_path(self) -> Path:
+        return self.run_dir / "logs" / f"{self.instance}.log"
+
+
+class WorkerProcess:
+    """See the module. `start`, `stop` and `ready` may be called from any thread but the keeper's own."""
+
+    def __init__(self, command: WorkerCommand, environment: Mapping[str, str]) -> None:
+        self._command = command
+        self._environment = dict(environment)
+        self._changed = threading.Condition()
+        self._ready: Ready | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._deaths = 0
+        self._stopping = threading.Event()
+        self._keeper = threading.Thread(target=self._keep, name=f"keeper-{command.instance}", daemon=True)
+
+    @property
+    def ready(self) -> Ready | None:
+        """What the running worker said of itself; None while there is none."""
+        return self._ready
+
+    def start(self, timeout_s: float) -> Ready:
+        """Returns when the worker serves. Raises EngineError with its last words when it dies first (then
+        nothing is tried again) or takes longer."""
+        self._keeper.start()
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready is not None or self._deaths > 0, timeout_s)
+            ready = self._ready
+        if ready is not None:
+            return ready
+        took_long = self._deaths == 0
+        self.stop(grace_s=0.0)
+        why = f"was not ready within {timeout_s:g} s" if took_long else "ended while it started"
+        raise EngineError(f"{self._command.instance}: its worker {why}\n{tail(self._command.log_path)}")
+
+    def stop(self, *, grace_s: float) -> None:
+        """Ends the worker: by closing its input, then by signal. Idempotent."""
+        self._stopping.set()
+        with self._changed:
+            process = self._process
+        if process is not None:
+            _end(process, grace_s)
+        if self._keeper.is_alive():
+            self._keeper.join()
+
+    def _keep(self) -> None:
+        backoff_s = 0.0
+        while not self._stopping.wait(backoff_s):
+            began_s = time.monotonic()
+            process = self._spawn()
+            generation = self._await_ready(process)
+            code = process.wait()
+            with self._changed:
+                self._ready, self._process = None, None
+                self._deaths += 1
+                self._changed.notify_all()
+            if self._stopping.is_set():
+                return
+            log.error("%s: its worker ended with code %d; starting it again", self._command.instance, code)
+            if generation is not None:
+                self._report(generation, f"its process ended with code {code}")
+            steady = time.monotonic() - began_s > STEADY_S
+            backoff_s = BACKOFF_FIRST_S if steady else min(BACKOFF_MAX_S, max(BACKOFF_FIRST_S, 2 * backoff_s))
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        with self._changed, self._command.log_path.open("ab") as log_file:
+            self._process = subprocess.Popen(
+                self._command.argv(),
+                env=self._environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log_file,
+                preexec_fn=_worker_preexec,
+            )
+            return self._process
+
+    def _await_ready(self, process: subprocess.Popen[bytes]) -> str | None:
+        """Its generation once it serves; None if it ends before."""
+        assert process.stdout is not None
+        for line in process.stdout:
+            try:
+                ready = msgspec.json.decode(line, type=Ready)
+            except msgspec.MsgspecError:
+                log.warning("%s said: %s", self._command.instance, line[:200].decode("utf-8", "replace"))
+                continue
+            with self._changed:
+                self._ready = ready
+                self._changed.notify_all()
+            return ready.generation
+        return None
+
+    def _report(self, generation: str, reason: str) -> None:
+        command = self._command
+        try:
+            report_death(
+                command.router,
+                instance=command.instance,
+                generation=generation,
+                reason=reason,
+                keys=command.keys,
+            )
+        except TrtpdError as error:  # the router then learns it from the silence
+            log.warning("%s: its death could not be reported: %s", command.instance, error)
+
+
+def worker_environment(base: Mapping[str, str]) -> dict[str, str]:
+    """A stub's environment without what only the server needs."""
+    env = dict(base)
+    former = env.pop("TRTPD_LD_LIBRARY_PATH", None)
+    if former is not None:
+        env.pop("LD_LIBRARY_PATH", None)
+        if former:
+            env["LD_LIBRARY_PATH"] = former
+    return env
+
+
+def _worker_preexec() -> None:
+    die_with_parent(signal.SIGKILL)
+    # A stub ignores or blocks signals its worker must get.
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, signal.SIG_DFL)
+
+
+def _end(process: subprocess.Popen[bytes], grace_s: float) -> None:
+    if process.stdin is not None:
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+    for signum in (None, signal.SIGTERM, signal.SIGKILL):
+        if signum is not None and process.poll() is None:
+            os.kill(process.pid, signum)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(grace_s if signum is None else 2.0)
+            return

@@ -1,0 +1,189 @@
+"""From a build directory to a worker that can run: engine, both sides of the hand-off, links, leader."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from trtpd.build.manifest import EngineConfig, Manifest, RoleEntry, read_engine_config, read_manifest
+from trtpd.errors import EngineError, InputError
+from trtpd.kv_transfer.base import KVSink, KVSource, TransferSettings
+from trtpd.kv_transfer.factory import transport
+from trtpd.runtime.core.events import Hello
+from trtpd.runtime.engine.base import Engine, PagedKV
+from trtpd.runtime.engine.factory import load_engine
+from trtpd.runtime.worker.leader import Leader
+from trtpd.runtime.worker.leader_link import LeaderLink
+from trtpd.runtime.worker.local import LocalDesk
+from trtpd.runtime.worker.session import fresh_id
+from trtpd.runtime.worker.warmup import warm_up
+
+TRANSPORT = "shm"
+
+
+class _TransferSection(msgspec.Struct, frozen=True):
+    """What a manifest's settings say of transfer; what else they say is for others."""
+
+    lease_s: float = 10.0
+    digests: bool = True
+    one_piece_tokens: int = 128
+
+
+class _Settings(msgspec.Struct, frozen=True):
+    transfer: _TransferSection = _TransferSection()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Which worker of which build this is, and where it finds the others. `keys` as in sockets.py."""
+
+    build: Path
+    instance: str
+    router: str
+    run_dir: Path
+    keys: Path | None
+
+    @property
+    def local_address(self) -> str:
+        """Where the stage model reaches its worker."""
+        return f"ipc://{self.run_dir}/{self.instance}.local"
+
+
+@dataclass(slots=True, kw_only=True)
+class Worker:
+    """A worker ready to run. `close` ends what it has in the right order; idempotent."""
+
+    leader: Leader
+    link: LeaderLink
+    hello: Hello
+    local_address: str
+    load_s: float
+    parts: ExitStack
+
+    def close(self, reason: str) -> None:
+        """Tells the router first, then lets go of peers' memory, then of its own."""
+        self.link.close(reason)
+        self.parts.close()
+
+
+def assemble(place: Place) -> Worker:
+    """Loads the engine, warms it up and opens the links. Raises TrtpdError; then nothing is left open."""
+    began_s = time.monotonic()
+    manifest = read_manifest(place.build)
+    entry = role_of(manifest, place.instance)
+    config = read_engine_config(place.build / entry.directory)
+    settle_on_cores(entry.cores.get(place.instance) or config.profile.cores, place.instance)
+    generation = fresh_id(time.time_ns(), secrets.token_hex(4))
+    with ExitStack() as parts:
+        engine = load_engine(place.build / entry.directory, pool_name=place.instance, generation=generation)
+        parts.callback(engine.shutdown)
+        rate = warm_up(engine)
+        hello = hello_of(place.instance, generation, manifest, config, engine, prefill_tokens_per_s=rate)
+        source, sink = hand_off_of(engine, hello, manifest)
+        if source is not None:
+            parts.callback(source.close)
+        if sink is not None:
+            parts.callback(sink.close)
+        link = LeaderLink(hello, place.router, wake=engine.wake, keys=place.keys)
+        parts.callback(link.close)
+        local = LocalDesk(
+            place.local_address,
+            instance=place.instance,
+            generation=generation,
+            max_seq_tokens=engine.limits.max_seq_tokens,
+            wake=engine.wake,
+            busy_s=link.busy_s,
+        )
+        parts.callback(local.close)
+        leader = Leader(engine, source=source, sink=sink, link=link, local=local)
+        link.start()
+        local.start()
+        load_s = time.monotonic() - began_s
+        return Worker(
+            leader=leader,
+            link=link,
+            hello=hello,
+            local_address=place.local_address,
+            load_s=load_s,
+            parts=parts.pop_all(),
+        )
+
+
+def role_of(manifest: Manifest, instance: str) -> RoleEntry:
+    """Raises InputError for a name that no role of the build has."""
+    for entry in manifest.roles.values():
+        if instance in entry.instances:
+            return entry
+    known = sorted(name for entry in manifest.roles.values() for name in entry.instances)
+    raise InputError(f"--instance {instance!r} is not in this build; it has {', '.join(known) or 'none'}")
+
+
+def settle_on_cores(cores: tuple[int, ...], instance: str) -> None:
+    """Keeps this process to its cores (none: any). Raises EngineError if one of them isn't there."""
+    allowed = os.sched_getaffinity(0)
+    if missing := sorted(set(cores) - allowed):
+        raise EngineError(
+            f"{instance} was built for cores {sorted(cores)}, of which {missing} may not be used here; "
+            f"set `cores` in the pipeline file to some of {sorted(allowed)} and build again"
+        )
+    if cores:
+        os.sched_setaffinity(0, cores)
+
+
+def hello_of(
+    instance: str,
+    generation: str,
+    manifest: Manifest,
+    config: EngineConfig,
+    engine: Engine,
+    *,
+    prefill_tokens_per_s: float,
+) -> Hello:
+    """How this instance registers."""
+    limits = engine.limits
+    return Hello(
+        instance=instance,
+        generation=generation,
+        role=config.role,
+        model=config.model,
+        fingerprint=manifest.pair_fingerprint,
+        pairing_key=config.layout.pairing_key,
+        host=socket.gethostname(),
+        kv_blocks=limits.kv_blocks,
+        tokens_per_block=limits.tokens_per_block,
+        max_seq_tokens=limits.max_seq_tokens,
+        max_batch=limits.max_batch,
+        bytes_per_token=config.layout.bytes_per_token,
+        prefill_tokens_per_s=prefill_tokens_per_s,
+        transports=(TRANSPORT,),
+        capabilities=engine.capabilities,
+    )
+
+
+def hand_off_of(engine: Engine, hello: Hello, manifest: Manifest) -> tuple[KVSource | None, KVSink | None]:
+    """The sides of a hand-off that this role has; a mixed instance has both. Raises EngineError."""
+    kv: PagedKV | None = engine.kv
+    if kv is None:
+        raise EngineError(
+            f"the engine of {hello.instance} moves its KV itself, which this version can't drive; "
+            f"use an engine with a paged KV pool"
+        )
+    section = msgspec.convert(manifest.settings, type=_Settings).transfer
+    settings = TransferSettings(
+        instance=hello.instance,
+        generation=hello.generation,
+        lease_s=section.lease_s,
+        digest_every=1 if section.digests else 0,
+        one_piece_tokens=section.one_piece_tokens,
+    )
+    path = transport(TRANSPORT)
+    source = path.source(kv.pool, settings) if hello.role != "decode" else None
+    sink = path.sink(kv.pool, settings, wake=engine.wake) if hello.role != "prefill" else None
+    return source, sink

@@ -1,0 +1,414 @@
+"""The leader: drives one engine and both sides of its hand-offs, and speaks for them to the router.
+
+`Leader.turn` is the loop: take commands, run one engine step, see to transfers and leases, send ONE message.
+All of it runs in the engine thread. One rank or a whole tensor-parallel group is behind the Engine, KVSource
+and KVSink alike; nothing here counts ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from trtpd.errors import (
+    CapacityError,
+    EngineError,
+    InputError,
+    InternalError,
+    RequestError,
+    ServeError,
+    TransferError,
+    TrtpdError,
+)
+from trtpd.kv_transfer.base import Key, KVSink, KVSource, PullResult
+from trtpd.runtime.core import events as core
+from trtpd.runtime.engine.base import (
+    Engine,
+    EngineEvent,
+    EngineRequest,
+    PrefillBegan,
+    PrefillChunk,
+    PrefillDone,
+    RequestKind,
+)
+from trtpd.runtime.worker.jobs import (
+    DrainingError,
+    Job,
+    Stage,
+    UnsupportedError,
+    is_last,
+    latest_chunks,
+    rejected,
+    transfer_failed,
+)
+from trtpd.runtime.worker.leader_link import Dismissed, InboxItem, Registered, SessionEnded
+from trtpd.runtime.worker.local import LOCAL_IDS, LocalDesk, Snapshot, SyntheticWork, fill_synthetic
+from trtpd.runtime.worker.messages import (
+    CancelWork,
+    DrainWork,
+    PullWork,
+    StepMessage,
+    SubmitWork,
+    WithdrawWork,
+    step_message,
+)
+from trtpd.runtime.worker.offers import hand_out
+from trtpd.runtime.worker.pulls import Pulls, reserve
+
+log = logging.getLogger(__name__)
+
+IDLE_S = 0.1
+REPORT_EVERY_S = 0.5
+SWEEP_EVERY_S = 0.25
+DEADLINE_GRACE_S = 2.0
+ABANDON_S = 5.0
+
+
+class Link(Protocol):
+    """What the leader needs of its LeaderLink."""
+
+    busy_since_s: float | None
+
+    def send(self, message: StepMessage, generation: str) -> None: ...
+
+    def drain(self) -> Iterator[InboxItem]: ...
+
+    def check(self) -> None: ...
+
+
+class Leader:
+    """One engine's leader. `source` is there where others pull KV from it, `sink` where it pulls.
+
+    The sink and the link must call `engine.wake` when they have something.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        source: KVSource | None,
+        sink: KVSink | None,
+        link: Link,
+        local: LocalDesk | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Raises EngineError for a sink with an engine that has no KV blocks."""
+        self.draining = False
+        self._engine = engine
+        self._source = source
+        self._pulls = Pulls(engine, sink) if sink is not None else None
+        self._link = link
+        self._local = local
+        self._clock = clock
+        self._jobs: dict[Key, Job] = {}
+        self._session: str | None = None
+        self._former: set[Key] = set()
+        self._outbox: list[core.InstanceEvent] = []
+        self._load: core.Load | None = None
+        self._report_s = 0.0
+        self._sweep_s = 0.0
+        self._stop_s: float | None = None
+
+    # The loop
+
+    def run(self) -> None:
+        """Turns until `request_stop` and then until idle or out of grace.
+
+        Raises EngineError when the engine can't go on, ServeError when the router refuses this leader; the
+        router has been told of every job lost.
+        """
+        try:
+            while self._stop_s is None or (not self.idle and self._clock() < self._stop_s):
+                self.turn()
+            self._abandon()
+        except EngineError as error:
+            self._reject_all(error)
+            raise
+
+    def turn(self, timeout_s: float = IDLE_S) -> None:
+        """One engine step and all around it; waits up to `timeout_s` when there is nothing to do."""
+        self._take_commands()
+        load = self._step_engine(timeout_s)
+        self._take_pulls()
+        self._end_overdue()
+        self._report(load)
+
+    def request_stop(self, grace_s: float) -> None:
+        """Takes nothing new and ends `run` when idle, or after `grace_s`. May be called in a signal
+        handler."""
+        self.draining = True
+        stop_s = self._clock() + grace_s
+        self._stop_s = stop_s if self._stop_s is None else min(self._stop_s, stop_s)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing runs, is held, or moves."""
+        return not self._jobs and not (self._pulls and self._pulls.busy())
+
+    def check_integrity(self) -> None:
+        """Raises InternalError if jobs, holds, pulls and the engine's blocks don't add up."""
+        self._engine.check_integrity()
+        held = self._source.holds().keys() if self._source is not None else set()
+        if astray := held - self._jobs.keys():
+            raise InternalError(f"the source holds KV of {sorted(astray)}, which are no jobs here")
+        pulling = {key for key, job in self._jobs.items() if job.stage is Stage.PULLING}
+        if self._pulls is not None and pulling != self._pulls.keys():
+            raise InternalError(f"jobs pulling {sorted(pulling)}, pulls {sorted(self._pulls.keys())}")
+        if astray := self._former - self._jobs.keys():
+            raise InternalError(f"{sorted(astray)} of a former session are no jobs here")
+
+    def _take_commands(self) -> None:
+        self._link.check()
+        if self._local is not None:
+            for command in self._local.commands():
+                self.apply(command)
+        if self._former:
+            return
+        for item in self._link.drain():
+            self._take(item)
+            if self._former:
+                return
+
+    def _take(self, item: InboxItem) -> None:
+        if isinstance(item, Registered):
+            log.info("registered with the router of epoch %s as generation %s", item.epoch, item.generation)
+            self._session, self._load = item.generation, None
+        elif isinstance(item, SessionEnded):
+            self._leave_session(item.reason)
+        elif isinstance(item, Dismissed):
+            raise ServeError(f"the router refuses this worker: {item.reason}")
+        elif _request_id(item) >= LOCAL_IDS:
+            log.error("the router sent a %s with an id reserved for local requests", type(item).__name__)
+        else:
+            self.apply(item)
+
+    def _leave_session(self, reason: str) -> None:
+        """Ends all of the session's work, silently. Nothing new is taken up before it is gone, since the next
+        router may use the same ids."""
+        log.warning("session over: %s; dropping its %d jobs", reason, len(self._jobs))
+        self._session = None
+        self._former = {key for key in self._jobs if key[0] < LOCAL_IDS}
+        for key in list(self._former):
+            self._end(key)
+
+    def _step_engine(self, timeout_s: float) -> core.Load:
+        if self._outbox or (self._local is not None and self._local.pending):
+            timeout_s = 0.0
+        self._link.busy_since_s = self._clock() if self._jobs else None
+        report = self._engine.poll(timeout_s)
+        self._link.busy_since_s = None
+        for event in latest_chunks(report.events):
+            self._on_engine(event)
+        return report.load
+
+    def _report(self, load: core.Load) -> None:
+        """Sends the step's one message, if there is anything to tell or it is time to repeat the load."""
+        now_s = self._clock()
+        if self._local is not None:
+            self._local.snapshot = Snapshot(
+                load=load, jobs=len(self._jobs), draining=self.draining, registered=self._session is not None
+            )
+        events, self._outbox = self._outbox, []
+        if self._session is None or not (events or load != self._load or now_s >= self._report_s):
+            return
+        self._load, self._report_s = load, now_s + REPORT_EVERY_S
+        self._link.send(step_message(events, load), self._session)
+
+    # Commands
+
+    def apply(self, command: SubmitWork | PullWork | SyntheticWork | WithdrawWork | CancelWork | DrainWork) -> None:
+        """Carries out one command. What it brings about goes out with the step's message."""
+        if isinstance(command, DrainWork):
+            self.draining = True
+        elif isinstance(command, WithdrawWork | CancelWork):
+            self._end((command.request_id, command.attempt))
+        elif isinstance(command, PullWork) and command.offer is None:
+            self._pull_more(command)
+        else:
+            self._start(command)
+
+    def _start(self, command: SubmitWork | PullWork | SyntheticWork) -> None:
+        key = _key(command)
+        if key in self._jobs:
+            log.error("a %s for %s, which is under way already; ignored", type(command).__name__, key)
+            return
+        try:
+            if self.draining:
+                raise DrainingError("this instance is draining and takes no new work")
+            self._begin(command)
+        except TransferError as error:
+            self._emit(transfer_failed(key, error.code, str(error), error.retryable))
+        except TrtpdError as error:
+            self._emit(rejected(key, error))
+
+    def _begin(self, command: SubmitWork | PullWork | SyntheticWork) -> None:
+        deadline_s = self._clock() + command.deadline_in_s
+        if isinstance(command, SubmitWork):
+            if command.request.kind is RequestKind.GENERATION_ONLY:
+                raise RequestError("generation_only work needs an offer to pull; send PullWork")
+            if command.request.kind is RequestKind.CONTEXT_ONLY and self._source is None:
+                raise UnsupportedError("this instance hands no KV to others; it can't prefill for them")
+            self._engine.submit(command.request)
+            self._jobs[command.request.key] = Job(command.request, deadline_s, Stage.RUNNING)
+        elif isinstance(command, SyntheticWork):
+            self._begin_synthetic(command.request)
+            self._jobs[command.request.key] = Job(command.request, deadline_s, Stage.RUNNING)
+        else:
+            if self._pulls is None:
+                raise UnsupportedError("this instance takes no KV from others; it can't decode for them")
+            self._pulls.begin(command)
+            assert command.request is not None
+            self._jobs[command.request.key] = Job(command.request, deadline_s, Stage.PULLING)
+            self._emit(core.TransferBegun(request_id=command.request_id, attempt=command.attempt))
+            self._pulls.more(command)
+
+    def _begin_synthetic(self, request: EngineRequest) -> None:
+        kv = self._engine.kv
+        if kv is None:
+            raise UnsupportedError("this engine's KV can't be filled from outside")
+        blocks = reserve(self._engine, kv, request)
+        try:
+            fill_synthetic(kv.pool, blocks)
+            self._engine.submit(request)
+        except BaseException:
+            kv.free(request.key)
+            raise
+
+    def _pull_more(self, command: PullWork) -> None:
+        job = self._jobs.get(_key(command))
+        if job is not None and job.stage is Stage.PULLING and not job.ending and self._pulls is not None:
+            self._pulls.more(command)
+
+    def _end(self, key: Key) -> None:
+        """Stops a job wherever it is. Exactly one Drained follows, at once for a key that isn't here."""
+        job = self._jobs.get(key)
+        if job is None:
+            self._emit(core.Drained(request_id=key[0], attempt=key[1]))
+        elif not job.ending:
+            job.ending = True
+            if job.stage is Stage.PULLING and self._pulls is not None:
+                self._pulls.abort(key)
+                return
+            if self._source is not None:
+                self._source.end(key)
+            if job.stage is Stage.HELD and self._engine.capabilities.release:
+                self._engine.release(key)
+            else:
+                self._engine.cancel(key)
+
+    # What the engine, the sink and the leases report
+
+    def _on_engine(self, event: EngineEvent) -> None:
+        key = (event.request_id, event.attempt)
+        job = self._jobs.get(key)
+        if job is None:
+            raise InternalError(f"the engine reports {type(event).__name__} for {key}, which it was not given")
+        last = is_last(event)
+        if last:
+            self._forget(key)
+            if self._source is not None:
+                self._source.end(key)
+        if job.ending:
+            if last:
+                self._emit(job.last_word())
+        elif isinstance(event, core.Tokens | core.Drained | core.Rejected):
+            self._emit(event)
+        elif job.request.kind is RequestKind.CONTEXT_ONLY:
+            self._hand_out(job, event)
+
+    def _hand_out(self, job: Job, event: PrefillBegan | PrefillChunk | PrefillDone) -> None:
+        assert self._source is not None
+        try:
+            self._emit(hand_out(self._source, job, event))
+        except CapacityError as error:
+            job.refusal = rejected(job.key, error)
+            self._end(job.key)
+
+    def _take_pulls(self) -> None:
+        if self._pulls is not None:
+            for result in self._pulls.ended():
+                self._on_pulled(self._jobs[result.key], result)
+
+    def _on_pulled(self, job: Job, result: PullResult) -> None:
+        assert self._pulls is not None
+        request_id, attempt = job.key
+        if job.ending or result.error is not None:
+            self._pulls.drop(job.key)
+            self._forget(job.key)
+            if job.ending:
+                self._emit(job.last_word())
+            else:
+                self._emit(transfer_failed(job.key, result.code, result.error or "", result.retryable))
+            return
+        try:
+            self._pulls.join(job.key)
+        except InputError as error:
+            self._forget(job.key)
+            self._emit(rejected(job.key, error))
+            return
+        job.stage = Stage.RUNNING
+        self._emit(
+            core.TransferDone(
+                request_id=request_id,
+                attempt=attempt,
+                bytes_moved=result.bytes_moved,
+                chunks=result.chunks,
+                seconds=result.seconds,
+                exposed_s=result.exposed_s,
+                path=result.path,
+            )
+        )
+
+    def _end_overdue(self) -> None:
+        """Frees what nobody pulled within its lease, and stops what nobody waits for any more."""
+        now_s = self._clock()
+        if self._source is not None:
+            for key in self._source.lapsed(now_s):
+                log.warning("the lease of %s lapsed; its KV is freed", key)
+                self._end(key)
+        if now_s >= self._sweep_s:
+            self._sweep_s = now_s + SWEEP_EVERY_S
+            for job in list(self._jobs.values()):
+                if now_s > job.deadline_s + DEADLINE_GRACE_S and not job.ending:
+                    log.warning("%s is past its deadline and was not cancelled; ending it", job.key)
+                    self._end(job.key)
+
+    def _abandon(self) -> None:
+        """Ends what is left after the grace, so that nothing is copied out of or into memory that goes
+        away."""
+        for key in list(self._jobs):
+            self._end(key)
+        give_up_s = self._clock() + ABANDON_S
+        while not self.idle and self._clock() < give_up_s:
+            self.turn()
+
+    def _reject_all(self, error: EngineError) -> None:
+        for key in list(self._jobs):
+            self._forget(key)
+            self._emit(rejected(key, error))
+        if self._session is not None and self._load is not None:
+            self._link.send(step_message(self._outbox, self._load), self._session)
+        self._outbox = []
+
+    def _forget(self, key: Key) -> None:
+        del self._jobs[key]
+        self._former.discard(key)
+
+    def _emit(self, event: core.InstanceEvent) -> None:
+        if event.request_id >= LOCAL_IDS:
+            if self._local is not None:
+                self._local.on_event(event)
+        elif self._session is not None:
+            self._outbox.append(event)
+
+
+def _key(command: SubmitWork | PullWork | SyntheticWork) -> Key:
+    return (command.request_id, command.attempt) if isinstance(command, PullWork) else command.request.key
+
+
+def _request_id(command: SubmitWork | PullWork | WithdrawWork | CancelWork | DrainWork) -> int:
+    if isinstance(command, DrainWork):
+        return 0
+    return command.request.request_id if isinstance(command, SubmitWork) else command.request_id
