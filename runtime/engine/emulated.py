@@ -56,15 +56,14 @@ def load(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCosts:
-    """What a step takes, the sum of its parts: `prefill_step_ms` if it has prompt tokens, and those tokens at
-    `prefill_tokens_per_s`; `decode_step_ms` if it has decodes, and for each of them `decode_ms_per_sequence`, and for
-    the KV they read `decode_ms_per_1k_kv_tokens`."""
+    """What a step takes, the sum of its parts: `step_ms`; its prompt tokens at `prefill_tokens_per_s`; if it has
+    decodes `decode_step_ms`, for each of them `decode_sequence_ms`, and `decode_kv_token_us` per token of their KV."""
 
     prefill_tokens_per_s: float
     decode_step_ms: float
-    prefill_step_ms: float = 0.0
-    decode_ms_per_sequence: float = 0.0
-    decode_ms_per_1k_kv_tokens: float = 0.0
+    step_ms: float = 0.0
+    decode_sequence_ms: float = 0.0
+    decode_kv_token_us: float = 0.0
 
     @classmethod
     def of(cls, emulated: dict[str, float]) -> Self:
@@ -83,13 +82,11 @@ class StepCosts:
     def step_s(self, pieces: Sequence[Piece]) -> float:
         decodes = [piece for piece in pieces if is_decode(piece)]
         prefill_tokens = sum(len(piece.ids) for piece in pieces if not is_decode(piece))
-        seconds = prefill_tokens / self.prefill_tokens_per_s
-        if prefill_tokens:
-            seconds += self.prefill_step_ms / 1e3
+        seconds = self.step_ms / 1e3 + prefill_tokens / self.prefill_tokens_per_s
         if decodes:
             kv_tokens = sum(piece.end for piece in decodes)
-            seconds += (self.decode_step_ms + self.decode_ms_per_sequence * len(decodes)) / 1e3
-            seconds += self.decode_ms_per_1k_kv_tokens * kv_tokens / 1e6
+            seconds += (self.decode_step_ms + self.decode_sequence_ms * len(decodes)) / 1e3
+            seconds += self.decode_kv_token_us * kv_tokens / 1e6
         return seconds
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 from tests.runtime.engine import tiny
-from tests.runtime.engine.conformance import GREEDY, SEEDED, Driver, hand_over, prompt, request
+from tests.runtime.engine.driver import GREEDY, SEEDED, Driver, hand_over, prompt, request
 
 from trtpd.build.spec import EmulatedSpec
 from trtpd.errors import EngineError
@@ -20,11 +20,7 @@ from trtpd.runtime.engine.emulated import EmulatedExecutor, StepCosts
 from trtpd.runtime.engine.executor import DrawAt, Piece
 
 COSTS = StepCosts(
-    prefill_tokens_per_s=1000.0,
-    decode_step_ms=10.0,
-    prefill_step_ms=1.0,
-    decode_ms_per_sequence=2.0,
-    decode_ms_per_1k_kv_tokens=10.0,
+    prefill_tokens_per_s=1000.0, decode_step_ms=10.0, step_ms=1.0, decode_sequence_ms=2.0, decode_kv_token_us=10.0
 )
 PREFILL = Piece(ids=prompt(100), start=0, blocks=(0, 1, 2, 3), draw=None)
 DECODE = Piece(ids=(5,), start=99, blocks=(0, 1, 2, 3), draw=None)
@@ -32,7 +28,7 @@ DECODE = Piece(ids=(5,), start=99, blocks=(0, 1, 2, 3), draw=None)
 
 @pytest.mark.parametrize(
     ("pieces", "seconds"),
-    [([PREFILL], 0.101), ([DECODE], 0.013), ([DECODE, DECODE], 0.016), ([DECODE, PREFILL], 0.114)],
+    [([PREFILL], 0.101), ([DECODE], 0.014), ([DECODE, DECODE], 0.017), ([DECODE, PREFILL], 0.114)],
 )
 def test_a_step_costs_its_prompt_tokens_and_its_decodes(pieces, seconds):
     assert COSTS.step_s(pieces) == pytest.approx(seconds)

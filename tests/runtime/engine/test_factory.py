@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 from tests.runtime.engine import tiny
-from tests.runtime.engine.conformance import Driver, prompt, request
+from tests.runtime.engine.driver import Driver, prompt, request
 
 from trtpd.errors import EngineError
 from trtpd.runtime.engine.factory import load_engine

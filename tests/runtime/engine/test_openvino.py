@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 from safetensors.numpy import load_file, save_file
 from tests.runtime.engine import tiny
-from tests.runtime.engine.conformance import Driver, prompt, request
+from tests.runtime.engine.driver import Driver, prompt, request
 
 from trtpd.build.backends.openvino import WEIGHTS_FILE
 from trtpd.errors import EngineError
