@@ -169,8 +169,11 @@ def test_a_second_sigterm_ends_it_without_waiting(host, router):
     assert not pools_of(worker)
 
 
-def test_a_closed_standard_input_ends_it(host):
-    worker, _ = host.start("decode_0")
+def test_it_outlives_a_ctrl_c_and_ends_when_its_standard_input_is_closed(host):
+    worker, ready = host.start("decode_0")
+    worker.send_signal(signal.SIGINT)
+    with LocalClient(ready["local"]) as client:
+        assert not client.status().draining
     assert worker.stdin is not None
     worker.stdin.close()
     assert worker.wait(timeout=20) == 0
