@@ -43,12 +43,20 @@ class BuildResult:
     plan: BuildPlan
     dry_run: bool
 
+    @property
+    def manifest(self) -> Manifest:
+        return self.plan.manifest
+
+    @property
+    def plans(self) -> tuple[RolePlan, ...]:
+        return self.plan.roles
+
     def summary(self) -> str:
         """One line for each role."""
         words = _TO_DO if self.dry_run else _DONE
         lines = []
-        for plan in self.plan.roles:
-            config, instances = plan.config, len(self.plan.manifest.roles[plan.role].instances)
+        for plan in self.plans:
+            config, instances = plan.config, len(self.manifest.roles[plan.role].instances)
             lines.append(
                 f"{plan.role}: {words[plan.action]} ({config.engine}, {config.precision} weights, "
                 f"{config.layout.dtype} KV in {config.profile.kv_blocks} blocks of "

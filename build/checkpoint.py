@@ -198,9 +198,7 @@ def _end_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
     found = generation.get("eos_token_id", config.get("eos_token_id"))
     ids = found if isinstance(found, list) else [] if found is None else [found]
     if not all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in ids):
-        raise CheckpointError(
-            f"{folder}: eos_token_id is {json.dumps(found)}; it must be a whole number or a list"
-        )
+        raise CheckpointError(f"{folder}: eos_token_id is {json.dumps(found)}; it must be a whole number or a list")
     return tuple(ids)
 
 
@@ -240,13 +238,10 @@ def _check_shapes(checkpoint: Checkpoint) -> None:
     found = checkpoint.source.shapes()
     for name, shape in expected_shapes(checkpoint.architecture).items():
         if name not in found:
-            raise CheckpointError(
-                f"{checkpoint.path}: tensor {name} is missing (expected shape {list(shape)})"
-            )
+            raise CheckpointError(f"{checkpoint.path}: tensor {name} is missing (expected shape {list(shape)})")
         if found[name] != shape:
             raise CheckpointError(
-                f"{checkpoint.path}: {name} has shape {list(found[name])}, but its configuration says "
-                f"{list(shape)}"
+                f"{checkpoint.path}: {name} has shape {list(found[name])}, but its configuration says {list(shape)}"
             )
 
 

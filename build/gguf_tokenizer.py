@@ -28,9 +28,7 @@ def _pre_tokenizer(kind: str, where: Path) -> Any:
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
     if kind == "llama-bpe":
         split = pre_tokenizers.Split(Regex(_LLAMA3_SPLIT), behavior="isolated")
-        return pre_tokenizers.Sequence(
-            [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-        )
+        return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     raise CheckpointError(
         f"{where}: tokenizer.ggml.pre is {kind!r}; smollm, gpt-2 and llama-bpe can be rebuilt: "
         "use the model's Hugging Face folder instead"

@@ -46,8 +46,7 @@ class _Fields:
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise CheckpointError(
-                f"{self._where}: {self._prefix}{key} is {json.dumps(value)}; it must be a whole number of "
-                "at least 1"
+                f"{self._where}: {self._prefix}{key} is {json.dumps(value)}; it must be a whole number of at least 1"
             )
         return value
 
@@ -63,8 +62,7 @@ class _Fields:
         value = self._config.get(key)
         if value is not None and value != wanted:
             raise CheckpointError(
-                f"{self._where}: {self._prefix}{key} is {json.dumps(value)}; only {json.dumps(wanted)} is "
-                "supported"
+                f"{self._where}: {self._prefix}{key} is {json.dumps(value)}; only {json.dumps(wanted)} is supported"
             )
 
 
@@ -75,9 +73,7 @@ def architecture_from_config(config: dict[str, Any], where: Path) -> Architectur
     """
     names = config.get("architectures") or [config.get("model_type", "nothing")]
     if names != [ARCHITECTURE] and names != ["llama"]:
-        raise CheckpointError(
-            f"{where}: the model is {', '.join(map(str, names))}; only {ARCHITECTURE} is supported"
-        )
+        raise CheckpointError(f"{where}: the model is {', '.join(map(str, names))}; only {ARCHITECTURE} is supported")
     fields = _Fields(config, where)
     fields.must_be("hidden_act", "silu")
     fields.must_be("attention_bias", False)
@@ -165,6 +161,4 @@ def config_from_architecture(architecture: Architecture, token_ids: dict[str, in
         "torch_dtype": "float32",
     }
     assert a.rope_scaling is None, "checkpoints we write come from GGUF files, which we refuse with scaling"
-    return config | {
-        f"{name}_token_id": token_ids[name] for name in ("bos", "eos", "pad") if name in token_ids
-    }
+    return config | {f"{name}_token_id": token_ids[name] for name in ("bos", "eos", "pad") if name in token_ids}

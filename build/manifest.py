@@ -137,9 +137,7 @@ def read_manifest(build: Path) -> Manifest:
     message)."""
     path = build / MANIFEST
     if not build.is_dir():
-        raise InputError(
-            f"{build}: no such build directory; make one with `trtpd build pipeline.yaml -o {build}`"
-        )
+        raise InputError(f"{build}: no such build directory; make one with `trtpd build pipeline.yaml -o {build}`")
     if not path.is_file():
         raise InputError(f"{build}: not a build directory ({MANIFEST} is missing); {REBUILD}")
     try:
@@ -154,9 +152,7 @@ def read_engine_config(directory: Path) -> EngineConfig:
     try:
         return _decode(path, EngineConfig)
     except FileNotFoundError as error:
-        raise EngineError(
-            f"{directory}: not an engine directory ({ENGINE_CONFIG} is missing); {REBUILD}"
-        ) from error
+        raise EngineError(f"{directory}: not an engine directory ({ENGINE_CONFIG} is missing); {REBUILD}") from error
     except (OSError, ValueError, LayoutError) as error:
         raise EngineError(f"{path}: {error}; {REBUILD}") from error
 

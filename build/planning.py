@@ -119,9 +119,7 @@ def _kept_entries(
     others = [name for name in pipeline.roles if name != role]
     missing = [name for name in others if name not in there]
     if missing:
-        raise BuildError(
-            f"--role {role}: there is no {' and no '.join(missing)} yet; build without --role first"
-        )
+        raise BuildError(f"--role {role}: there is no {' and no '.join(missing)} yet; build without --role first")
     if others and former is not None and former.manifest.pair_fingerprint != pair_fingerprint:
         raise BuildError(
             f"--role {role}: the other roles in {former.folder} were built from another model, precision, "
@@ -131,9 +129,7 @@ def _kept_entries(
     return {name: there[name] for name in others}
 
 
-def _plan_role(
-    config: EngineConfig, weights: str | None, earlier: list[RolePlan], former: Former | None
-) -> RolePlan:
+def _plan_role(config: EngineConfig, weights: str | None, earlier: list[RolePlan], former: Former | None) -> RolePlan:
     if former is not None:
         directory = former.folder / config.role
         whole = weights is None or openvino.weights_key(directory) == weights
@@ -142,9 +138,7 @@ def _plan_role(
     if weights is not None:
         for plan in earlier:
             if plan.weights == weights:
-                return RolePlan(
-                    config=config, action="link", weights=weights, linked_role=plan.role, from_new=True
-                )
+                return RolePlan(config=config, action="link", weights=weights, linked_role=plan.role, from_new=True)
         for role in ROLES if former is not None else ():
             if former is not None and openvino.weights_key(former.folder / role) == weights:
                 return RolePlan(config=config, action="link", weights=weights, linked_role=role)
@@ -177,9 +171,7 @@ def _pair_fingerprint(pipeline: ResolvedPipeline, digest: str | None) -> str:
     precisions = {name: role.precision for name, role in pipeline.roles.items()}
     keys = sorted({role.layout.pairing_key for role in pipeline.roles.values()})
     versions = current_versions(pipeline.engine)
-    return _digest(
-        digest, pipeline.model, pipeline.architecture, precisions, keys, versions, pipeline.max_seq_tokens
-    )
+    return _digest(digest, pipeline.model, pipeline.architecture, precisions, keys, versions, pipeline.max_seq_tokens)
 
 
 def _engine_config(

@@ -177,9 +177,7 @@ def _room_tokens(
         for pool in pools.values()
     )
     budget = min(_SHM_SHARE * machine.shm_bytes, _MEMORY_SHARE * max(0, machine.memory_bytes - weights))
-    asked = sum(
-        pool.instances * (pool.kv_tokens or 0) * layouts[role].bytes_per_token for role, pool in pools.items()
-    )
+    asked = sum(pool.instances * (pool.kv_tokens or 0) * layouts[role].bytes_per_token for role, pool in pools.items())
     sharing = sum(pool.instances for pool in pools.values() if pool.kv_tokens is None)
     share = max(0.0, budget - asked) / max(1, sharing)
     return {role: min(wanted, int(share) // layout.bytes_per_token) for role, layout in layouts.items()}
@@ -193,9 +191,7 @@ def _longest(
 ) -> int:
     """The longest sequence that the model knows positions for and every pool holds."""
     held = [
-        (pool.kv_tokens or room_tokens[role])
-        // layouts[role].tokens_per_block
-        * layouts[role].tokens_per_block
+        (pool.kv_tokens or room_tokens[role]) // layouts[role].tokens_per_block * layouts[role].tokens_per_block
         for role, pool in pools.items()
     ]
     return max(1, min(architecture.max_position_embeddings, *held))

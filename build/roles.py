@@ -56,9 +56,7 @@ class _Defaults:
 
 _DEFAULTS: dict[RoleName, _Defaults] = {
     "prefill": _Defaults(max_step_tokens=2048, chunk_tokens=512, max_batch=16),
-    "decode": _Defaults(
-        max_step_tokens=LOCAL_PREFILL_TOKENS, chunk_tokens=LOCAL_PREFILL_TOKENS, max_batch=32
-    ),
+    "decode": _Defaults(max_step_tokens=LOCAL_PREFILL_TOKENS, chunk_tokens=LOCAL_PREFILL_TOKENS, max_batch=32),
     "mixed": _Defaults(max_step_tokens=2048, chunk_tokens=512, max_batch=32),
 }
 

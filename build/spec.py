@@ -25,7 +25,8 @@ Auto = BeforeValidator(_auto_is_none)
 
 Count = Annotated[int, Field(ge=1)]
 AutoCount = Annotated[Count | None, Auto]
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Cost = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class _Section(BaseModel):
@@ -51,13 +52,9 @@ class PoolSpec(_Section):
     )
     threads: AutoCount = Field(default=None, description="compute threads of one instance; auto: its cores")
     max_batch: AutoCount = Field(default=None, description="sequences that run at once in one instance")
-    max_step_tokens: AutoCount = Field(
-        default=None, description="tokens one step may compute, over all sequences"
-    )
+    max_step_tokens: AutoCount = Field(default=None, description="tokens one step may compute, over all sequences")
     chunk_tokens: AutoCount = Field(default=None, description="tokens of one prompt computed in one step")
-    kv_tokens: AutoCount = Field(
-        default=None, description="tokens the KV pool of one instance holds; auto: by memory"
-    )
+    kv_tokens: AutoCount = Field(default=None, description="tokens the KV pool of one instance holds; auto: by memory")
 
 
 class PoolsSpec(_Section):
@@ -71,9 +68,7 @@ class PoolsSpec(_Section):
     def _complete(self) -> Self:
         if (self.prefill is None) != (self.decode is None):
             absent = "prefill" if self.prefill is None else "decode"
-            raise ValueError(
-                f"{absent} is missing; a pipeline has prefill and decode, or mixed, or all three"
-            )
+            raise ValueError(f"{absent} is missing; a pipeline has prefill and decode, or mixed, or all three")
         if self.prefill is None and self.mixed is None:
             raise ValueError("is empty; give prefill and decode, or mixed")
         for role in ("prefill", "decode"):
@@ -99,9 +94,7 @@ class KVSpec(_Section):
         default=None,
         description="f32, bf16, f16; auto: bf16 where the weights are narrower than f32 and the CPU has BF16",
     )
-    tokens_per_block: AutoCount = Field(
-        default=None, description="tokens in one KV block; auto: what the engine does"
-    )
+    tokens_per_block: AutoCount = Field(default=None, description="tokens in one KV block; auto: what the engine does")
     max_seq_tokens: AutoCount = Field(
         default=None,
         description="longest prompt and answer together; auto: the model's, as far as the KV pool holds it",
@@ -115,9 +108,7 @@ class TransferSpec(_Section):
         default="auto", description="auto: the best path both ends offer; shm: one host"
     )
     digests: bool = Field(default=True, description="verify every block after its copy")
-    lease_s: Seconds = Field(
-        default=10.0, description="how long prefill keeps KV for a decode that doesn't renew"
-    )
+    lease_s: Positive = Field(default=10.0, description="how long prefill keeps KV for a decode that doesn't renew")
     one_piece_tokens: Annotated[int, Field(ge=0)] = Field(
         default=256, description="prompts up to this size move in one piece after their seal"
     )
@@ -126,10 +117,8 @@ class TransferSpec(_Section):
 class SloSpec(_Section):
     """Targets a request is judged by unless it brings its own."""
 
-    ttft_ms: Annotated[Seconds | None, Auto] = Field(
-        default=None, description="time to first token; auto: no target"
-    )
-    tpot_ms: Annotated[Seconds | None, Auto] = Field(
+    ttft_ms: Annotated[Positive | None, Auto] = Field(default=None, description="time to first token; auto: no target")
+    tpot_ms: Annotated[Positive | None, Auto] = Field(
         default=None, description="time per further token; auto: no target"
     )
 
@@ -137,26 +126,18 @@ class SloSpec(_Section):
 class SchedulerSpec(_Section):
     """Router."""
 
-    deadline_s: Seconds = Field(default=120.0, description="a request that takes longer ends with an error")
+    deadline_s: Positive = Field(default=120.0, description="a request that takes longer ends with an error")
     max_queue: Count = Field(default=256, description="requests that may wait; further ones are refused")
 
 
 class EmulatedSpec(_Section):
-    """Cost model of `engine: emulated`; a step takes the sum of its parts."""
+    """Cost model of `engine: emulated`: what a step takes is the sum of these."""
 
-    prefill_tokens_per_s: Seconds = Field(default=8000.0, description="prompt tokens computed in a second")
-    prefill_step_ms: Annotated[float, Field(ge=0)] = Field(
-        default=2.0, description="added by a step with prompts in it"
-    )
-    decode_step_ms: Annotated[float, Field(ge=0)] = Field(
-        default=8.0, description="a decode step of any size"
-    )
-    decode_ms_per_sequence: Annotated[float, Field(ge=0)] = Field(
-        default=0.05, description="added by each sequence"
-    )
-    decode_ms_per_1k_kv_tokens: Annotated[float, Field(ge=0)] = Field(
-        default=0.01, description="added by each 1,000 tokens of KV that are read"
-    )
+    prefill_tokens_per_s: Positive = Field(default=8000.0, description="prompt tokens computed in a second")
+    step_ms: Cost = Field(default=2.0, description="added by any step")
+    decode_step_ms: Cost = Field(default=8.0, description="added by a step that decodes")
+    decode_sequence_ms: Cost = Field(default=0.05, description="added by each decoding sequence")
+    decode_kv_token_us: Cost = Field(default=0.01, description="added by each token of their KV")
 
 
 class PipelineSpec(_Section):
@@ -168,9 +149,7 @@ class PipelineSpec(_Section):
     name: Annotated[str | None, Auto] = Field(
         default=None, description="what the model is called; auto: the folder's name"
     )
-    engine: EngineName = Field(
-        default="openvino", description="openvino, tensorrt_llm or emulated (no model computed)"
-    )
+    engine: EngineName = Field(default="openvino", description="openvino, tensorrt_llm or emulated (no model computed)")
     precision: Annotated[Literal["f32", "bf16", "int8"] | None, Auto] = Field(
         default=None,
         description="weights of all roles: f32, bf16, int8; auto: bf16 if the CPU has BF16, else f32",

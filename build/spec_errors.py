@@ -40,6 +40,7 @@ class SpecFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lines: dict[Where, int] = {}
+        self._noted: set[int] = set()
         try:
             text = path.read_text(encoding="utf-8")
         except FileNotFoundError as error:
@@ -55,16 +56,20 @@ class SpecFile:
             self.data: Any = yaml.safe_load(text)
         except yaml.YAMLError as error:
             raise SpecError(f"{path}{_mark(error)}: not valid YAML ({_problem(error)})") from error
+        except RecursionError as error:
+            raise SpecError(f"{path}: nested too deeply") from error
 
     def _note(self, node: yaml.Node, where: Where) -> None:
+        if id(node) in self._noted:
+            return  # an alias: noted where its anchor stands, and it may even lead back to itself
+        self._noted.add(id(node))
         if isinstance(node, yaml.MappingNode):
             seen: dict[str, int] = {}
             for key, value in node.value:
                 name, line = str(key.value), key.start_mark.line + 1
                 if name in seen:
                     raise SpecError(
-                        f"{self.path}:{line}: {_dotted((*where, name))}: given twice, first in line "
-                        f"{seen[name]}"
+                        f"{self.path}:{line}: {_dotted((*where, name))}: given twice, first in line {seen[name]}"
                     )
                 seen[name] = line
                 self._lines[(*where, name)] = line

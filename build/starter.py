@@ -17,9 +17,7 @@ from trtpd.build.resolve import resolve
 from trtpd.build.spec import ROLES, PipelineSpec, PoolSpec, PoolsSpec, SloSpec
 
 _HEAD = "# A trtpd pipeline: check it with `trtpd lint`, then `trtpd build` and `trtpd serve`.\n"
-_MIXED = (
-    "  # A third pool that does both, for when one of the others can't (instances 0: built, not started):\n"
-)
+_MIXED = "  # A third pool that does both, for when one of the others can't (instances 0: built, not started):\n"
 _WRAP = 46
 
 
@@ -78,6 +76,8 @@ def _line(setting: str, description: str) -> str:
 def _yaml(value: Any) -> str:
     if value is None:
         return "auto"
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
     if isinstance(value, str) and value.isidentifier() and yaml.safe_load(value) == value:
         return value
     return json.dumps(value, ensure_ascii=False)

@@ -49,9 +49,7 @@ class TensorSpec:
 def bf16_bits(values: F32Array) -> npt.NDArray[np.uint16]:
     """The bf16 bit patterns nearest to `values` (ties to even; NaN stays NaN)."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
-    rounded = ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(
-        np.uint16
-    )
+    rounded = ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
     nan = np.isnan(values)
     if nan.any():
         rounded[nan] = np.uint16(0x7FC0)
@@ -130,8 +128,7 @@ class TensorFile:
         spec = self.specs[name]
         if spec.dtype not in _NUMPY:
             raise CheckpointError(
-                f"{self.path}: {name} has dtype {spec.dtype}; trtpd reads {', '.join(FLOATS)}: convert the "
-                "checkpoint"
+                f"{self.path}: {name} has dtype {spec.dtype}; trtpd reads {', '.join(FLOATS)}: convert the checkpoint"
             )
         if spec.size_bytes == 0:
             return np.zeros(spec.shape, _NUMPY[spec.dtype])
@@ -147,9 +144,7 @@ class TensorFile:
         """The tensor's values as float32, in memory of its own."""
         stored, dtype = self.read_stored(name), self.specs[name].dtype
         if dtype not in FLOATS:
-            raise CheckpointError(
-                f"{self.path}: {name} has dtype {dtype}; a weight must be {', '.join(FLOATS)}"
-            )
+            raise CheckpointError(f"{self.path}: {name} has dtype {dtype}; a weight must be {', '.join(FLOATS)}")
         return from_bf16_bits(stored) if dtype == "BF16" else np.array(stored, dtype=np.float32)
 
 

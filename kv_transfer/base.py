@@ -108,7 +108,8 @@ class KVSink(Protocol):
         """All of it may be copied; when it is, verification follows. Unknown or old keys are ignored."""
 
     def abort(self, key: Key) -> None:
-        """Stops a pull. Its blocks stay busy until `progress` has returned its result."""
+        """Stops a pull. Its blocks stay busy until `progress` has returned its result, which may be another
+        than "aborted" if the pull had ended by itself."""
 
     def progress(self) -> list[PullResult]:
         """Pulls that ended since the last call, aborted ones included (code "aborted"). Once a result is

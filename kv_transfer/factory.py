@@ -1,4 +1,4 @@
-"""Transports by name. Each is imported when it is first made: a missing library hurts only who asks for it."""
+"""Transports by name. Each is imported when first made: a missing library hurts only who asks for it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ class MakeSource(Protocol):
 
 
 class MakeSink(Protocol):
-    def __call__(
-        self, pool: SharedPool, settings: TransferSettings, *, wake: Callable[[], None]
-    ) -> KVSink: ...
+    def __call__(self, pool: SharedPool, settings: TransferSettings, *, wake: Callable[[], None]) -> KVSink: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

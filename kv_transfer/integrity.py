@@ -16,7 +16,7 @@ from trtpd.kv_transfer.pool import SharedPool
 
 
 class BlockDigester:
-    """Digests blocks of one pool. Holds views of the pool: drop it before the pool's memory is to go."""
+    """Digests blocks of one pool, whose memory stays mapped until `close`."""
 
     def __init__(self, pool: SharedPool) -> None:
         layout = pool.layout
@@ -40,6 +40,9 @@ class BlockDigester:
         opened = self.open([(block, tokens)])
         opened.feed(0, len(self._arrays))
         return opened.values()[0]
+
+    def close(self) -> None:
+        self._arrays = []
 
 
 class OpenDigests:
@@ -72,9 +75,7 @@ def verify(expected: Mapping[int, tuple[int, ...]], found: Mapping[int, tuple[in
     """Compares digests of the blocks in `found` with those announced. Raises IntegrityError."""
     for index, values in found.items():
         if expected[index] != values:
-            heads = [
-                h for h, pair in enumerate(zip(expected[index], values, strict=False)) if pair[0] != pair[1]
-            ]
+            heads = [h for h, pair in enumerate(zip(expected[index], values, strict=False)) if pair[0] != pair[1]]
             raise IntegrityError(
                 f"{where}: block {index} of the prompt arrived with other bytes than were sealed"
                 f" (heads {heads} of {len(values)}): pull it again"

@@ -87,9 +87,7 @@ class LeaseSlots:
     def grant(self, tag: int) -> int:
         """The slot. Raises CapacityError when all are taken."""
         if not self._free:
-            raise CapacityError(
-                f"all {len(self._words)} lease slots are taken: end holds before offering more"
-            )
+            raise CapacityError(f"all {len(self._words)} lease slots are taken: end holds before offering more")
         slot = self._free.popleft()
         self._words[slot] = 0
         self._words[slot, _GRANTED] = tag
@@ -111,6 +109,11 @@ class LeaseSlots:
         """When the newest renewal of this attempt was sent; None if there was none."""
         _, renewed, sent_ns, check = self._words[slot, :4].tolist()
         return sent_ns / 1e9 if renewed == tag and check == tag ^ sent_ns else None
+
+    def close(self) -> None:
+        """Lets go of the pool's memory."""
+        self._words = self._words[:0].copy()
+        self._free.clear()
 
 
 def write_renewal(pool: SharedPool, slot: int, tag: int, *, sent_s: float) -> bool:

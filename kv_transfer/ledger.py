@@ -94,6 +94,11 @@ class HoldLedger:
     def holds(self) -> dict[Key, int]:
         return {key: len(hold.offer.blocks) for key, hold in self._holds.items()}
 
+    def close(self) -> None:
+        """Ends every hold and lets go of the pool's memory."""
+        self._holds.clear()
+        self._digester.close()
+
     def _open_hold(self, key: Key) -> Hold:
         hold = self._holds.get(key)
         if hold is None or hold.sealed:

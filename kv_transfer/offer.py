@@ -134,9 +134,7 @@ def decode_seal(data: bytes) -> Seal:
 def decode_message(data: bytes, kind: type[T]) -> T:
     """A message of a peer's, from msgpack. Raises TransferError when it is too long or not of this kind."""
     if len(data) > MESSAGE_LIMIT_BYTES:
-        raise TransferError(
-            f"{kind.__name__} of {len(data)} bytes: at most {MESSAGE_LIMIT_BYTES} are accepted"
-        )
+        raise TransferError(f"{kind.__name__} of {len(data)} bytes: at most {MESSAGE_LIMIT_BYTES} are accepted")
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:

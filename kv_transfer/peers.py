@@ -37,9 +37,7 @@ class PeerPools:
                 peer = Peer(SharedPool.attach(address, layout))
                 self._peers[address.name, address.generation] = peer
             elif (peer.pool.address, peer.pool.layout) != (address, layout):
-                raise LayoutError(
-                    f"KV pool {address.name} is mapped as {peer.pool.layout}, offered as {layout}"
-                )
+                raise LayoutError(f"KV pool {address.name} is mapped as {peer.pool.layout}, offered as {layout}")
             return peer
 
     def use(self, peer: Peer) -> None:

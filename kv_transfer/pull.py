@@ -18,9 +18,7 @@ class Pull:
         self.offer = offer
         self.blocks = tuple(blocks[: len(offer.blocks)])
         if len(self.blocks) < len(offer.blocks) or len(set(blocks)) < len(blocks):
-            raise InternalError(
-                f"request {offer.request_id} was given blocks {blocks} for {len(offer.blocks)} offered"
-            )
+            raise InternalError(f"request {offer.request_id} was given blocks {blocks} for {len(offer.blocks)} offered")
         self.digests: dict[int, tuple[int, ...]] = {}
         self.fault: TransferError | None = None
         self.aborted = False

@@ -189,7 +189,7 @@ class Puller:
         """One piece, or the end. Only this thread ends a task, so then its blocks are at rest."""
         pull = task.pull
         if pull.aborted:
-            self._finish(task, None, code="aborted")
+            self._finish(task, None)
             return
         try:
             if pull.fault is not None:
@@ -222,10 +222,11 @@ class Puller:
             )
         task.carrier.check()
 
-    def _finish(self, task: _Task, error: TransferError | None, *, code: str = "") -> None:
+    def _finish(self, task: _Task, error: TransferError | None) -> None:
         task.carrier.close()
         with self._changed:
             del self._tasks[task.pull.key]
+            code = "aborted" if task.pull.aborted and error is None else ""
             self._results.append(task.pull.result(self._clock(), error, code=code))
         self._wake()
 

@@ -66,6 +66,7 @@ def copy_run_digesting(source: SharedPool, sink: SharedPool, run: Run, opened: O
 
 
 def tile_blocks(pool: SharedPool) -> int:
-    """Blocks of a run to copy with one set of open digests: at least four arrays of them make a tile."""
+    """Blocks of a run to copy with one set of open digests: many arrays of few blocks make the best
+    tile, since digests then go on from array to array."""
     block_bytes = pool.grid.shape[2] * pool.grid.itemsize
-    return max(1, TILE_BYTES // (4 * block_bytes))
+    return max(1, TILE_BYTES // (16 * block_bytes))

@@ -1,7 +1,7 @@
 """shm: KV moves between two processes of one host by one copy, from pool to pool.
 
 The source only says where its blocks are. The sink maps the source's pool and copies into its own from a
-thread (puller.py). Renewals are writes into a lease slot of the source's pool, so neither side ever waits for the
+thread (puller.py). Renewals are writes into a lease slot of the source's pool: neither side ever waits for the
 other.
 """
 
@@ -79,9 +79,7 @@ class ShmSource:
     def lapsed(self, now_s: float) -> list[Key]:
         for key in self._granted:
             self._receive(key, now_s)
-        return [
-            key for key in self._ledger.lapsed(now_s) if not self._saved_at_last(key, now_s) and self.end(key)
-        ]
+        return [key for key in self._ledger.lapsed(now_s) if not self._saved_at_last(key, now_s) and self.end(key)]
 
     def _receive(self, key: Key, now_s: float) -> bool:
         slot, tag = self._granted[key]
@@ -104,6 +102,8 @@ class ShmSource:
     def close(self) -> None:
         for key in self.holds():
             self.end(key)
+        self._slots.close()
+        self._ledger.close()
 
 
 class ShmSink:
@@ -158,6 +158,7 @@ class ShmSink:
     def close(self) -> None:
         self._puller.close()
         self._peers.close()
+        self._digester.close()
 
     def _connect(self, offer: Offer) -> ShmCarrier:
         """A way to the source's pool, mapped if that is new. Raises LayoutError, TransferError."""
@@ -206,9 +207,7 @@ class ShmCarrier:
         if not is_granted(self._peer.pool, self._slot, self._tag):
             raise LeaseError(f"{offer.instance} holds the KV of request {offer.request_id} no longer")
         if self._peer.pool.epochs_of(offer.blocks) != offer.epochs:
-            raise LeaseError(
-                f"{offer.instance} freed blocks of request {offer.request_id} before their copy was used"
-            )
+            raise LeaseError(f"{offer.instance} freed blocks of request {offer.request_id} before their copy was used")
 
     def gone(self) -> bool:
         return self._peer.pool.gone()

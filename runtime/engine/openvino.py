@@ -18,7 +18,7 @@ from trtpd.kv_transfer.pool import SharedPool
 from trtpd.runtime.engine.batching import StepLimits
 from trtpd.runtime.engine.executor import Piece
 from trtpd.runtime.engine.graph import TOKENS_PER_BLOCK, build_llama, key_input, kv_type, value_input
-from trtpd.runtime.engine.ov import compile_for_cpu, cpu_capabilities, import_openvino
+from trtpd.runtime.engine.ov import compile_for_cpu, cpu_capabilities, import_openvino, one_line
 from trtpd.runtime.engine.sampling import Draw, draw
 from trtpd.runtime.engine.selftest import check_paged_attention
 from trtpd.runtime.engine.shell import ScheduledEngine
@@ -99,7 +99,7 @@ class OpenVINOExecutor:
         try:
             self._request.infer(share_outputs=True)
         except RuntimeError as error:
-            raise EngineError(f"openvino could not compute a step: {error}") from error
+            raise EngineError(f"openvino could not compute a step: {one_line(error)}") from error
         if np.isnan(logits).any():
             raise EngineError(
                 "openvino left logits unwritten or not a number in a step: a node failed without an error, "

@@ -70,6 +70,11 @@ def compile_for_cpu(openvino: ModuleType, model: Any, *, threads: int, kv_dtype:
         return openvino.Core().compile_model(model, "CPU", settings)
     except RuntimeError as error:
         raise EngineError(
-            f"openvino can't compile this model for the CPU ({error}); build this role again, and if that "
+            f"openvino can't compile this model for the CPU ({one_line(error)}); build this role again, and if that "
             "does not help report the model's config.json"
         ) from error
+
+
+def one_line(error: Exception) -> str:
+    """OpenVINO's messages are stacks of lines."""
+    return " ".join(str(error).split())

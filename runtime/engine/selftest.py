@@ -15,7 +15,7 @@ import numpy.typing as npt
 from trtpd.errors import EngineError
 from trtpd.kv_transfer.layout import DTYPE_BYTES, KVDtype
 from trtpd.runtime.engine.graph import MAX_CONTEXT_INPUT, Paging, key_input, kv_type, named, value_input
-from trtpd.runtime.engine.ov import compile_for_cpu
+from trtpd.runtime.engine.ov import compile_for_cpu, one_line
 
 F32 = npt.NDArray[np.float32]
 
@@ -92,5 +92,5 @@ def _run(openvino: ModuleType, request: Any, flat: dict[str, F32], start: int, e
     try:
         request.infer(share_outputs=True)
     except RuntimeError as error:
-        raise EngineError(f"paged attention does not run on this CPU ({error})") from error
+        raise EngineError(f"paged attention does not run on this CPU ({one_line(error)})") from error
     return result

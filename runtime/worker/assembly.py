@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-from trtpd.runtime.engine.factory import load_engine
 
 from trtpd.build.manifest import EngineConfig, Manifest, RoleEntry, read_engine_config, read_manifest
 from trtpd.errors import EngineError, InputError
@@ -19,6 +18,7 @@ from trtpd.kv_transfer.base import KVSink, KVSource, TransferSettings
 from trtpd.kv_transfer.factory import transport
 from trtpd.runtime.core.events import Hello
 from trtpd.runtime.engine.base import Engine, PagedKV
+from trtpd.runtime.engine.factory import load_engine
 from trtpd.runtime.worker.leader import Leader
 from trtpd.runtime.worker.leader_link import LeaderLink
 from trtpd.runtime.worker.local import LocalDesk
@@ -97,6 +97,7 @@ def assemble(place: Place) -> Worker:
             place.local_address,
             instance=place.instance,
             generation=generation,
+            max_seq_tokens=engine.limits.max_seq_tokens,
             wake=engine.wake,
             busy_s=link.busy_s,
         )

@@ -55,7 +55,7 @@ from trtpd.runtime.worker.messages import (
     step_message,
 )
 from trtpd.runtime.worker.offers import hand_out
-from trtpd.runtime.worker.pulls import NoKVError, Pulls
+from trtpd.runtime.worker.pulls import Pulls, reserve
 
 log = logging.getLogger(__name__)
 
@@ -268,9 +268,7 @@ class Leader:
         kv = self._engine.kv
         if kv is None:
             raise UnsupportedError("this engine's KV can't be filled from outside")
-        blocks = kv.reserve(request.key, len(request.prompt_ids))
-        if blocks is None:
-            raise NoKVError(f"no room for the KV of {len(request.prompt_ids)} tokens on this instance now")
+        blocks = reserve(self._engine, kv, request)
         try:
             fill_synthetic(kv.pool, blocks)
             self._engine.submit(request)

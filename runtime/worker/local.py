@@ -145,6 +145,7 @@ class LocalDesk:
         *,
         instance: str,
         generation: str,
+        max_seq_tokens: int,
         wake: Callable[[], None],
         busy_s: Callable[[], float],
         clock: Callable[[], float] = time.monotonic,
@@ -153,6 +154,7 @@ class LocalDesk:
         self.snapshot: Snapshot | None = None
         self._instance = instance
         self._generation = generation
+        self._max_seq_tokens = max_seq_tokens
         self._wake = wake
         self._busy_s = busy_s
         self._clock = clock
@@ -196,6 +198,8 @@ class LocalDesk:
                 self._answer(client, self._status(draining=True))
             elif isinstance(ask, CancelAsk):
                 yield from self._cancel(client)
+            elif isinstance(ask, DecodeAsk) and not 0 < ask.kv_tokens < self._max_seq_tokens:
+                self._answer(client, _bad_kv_tokens(ask, self._max_seq_tokens))
             elif isinstance(ask, PrefillAsk | DecodeAsk):
                 yield self._open(client, ask)
 
@@ -307,6 +311,11 @@ class LocalDesk:
             busy_s=self._busy_s(),
             load=seen.load if seen is not None else None,
         )
+
+
+def _bad_kv_tokens(ask: DecodeAsk, max_seq_tokens: int) -> Failed:
+    message = f"kv_tokens is {ask.kv_tokens}; it must lie between 1 and {max_seq_tokens - 1}"
+    return Failed(code="invalid_argument", message=message, permanent=True)
 
 
 def fill_synthetic(pool: SharedPool, blocks: tuple[int, ...]) -> None:

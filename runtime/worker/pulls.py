@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
-from trtpd.errors import CapacityError, EngineError, LayoutError, TransferError
+from trtpd.errors import CapacityError, EngineError, LayoutError, RequestError, TransferError
 from trtpd.kv_transfer.base import Key, KVSink, PullResult
 from trtpd.kv_transfer.offer import Chunk, Offer, Seal, decode_chunk, decode_offer, decode_seal
 from trtpd.runtime.engine.base import Engine, EngineRequest, PagedKV, RequestKind
@@ -59,9 +59,7 @@ class Pulls:
         key = (work.request_id, work.attempt)
         offer = _decode(decode_offer, work.offer or b"", key)
         request = _checked_request(work, offer)
-        blocks = self._kv.reserve(key, offer.prompt_tokens)
-        if blocks is None:
-            raise NoKVError(f"no room for the KV of {offer.prompt_tokens} tokens on this instance now")
+        blocks = reserve(self._engine, self._kv, request)
         try:
             self._sink.begin(offer, blocks)
         except TransferError:
@@ -122,6 +120,21 @@ class Pulls:
         del self._requests[key]
         self._seals.pop(key, None)
         self._kv.free(key)
+
+
+def reserve(engine: Engine, kv: PagedKV, request: EngineRequest) -> tuple[int, ...]:
+    """Blocks for a sequence whose KV comes from elsewhere. Raises NoKVError, RequestError if they could never be
+    had; then nothing is reserved."""
+    tokens, limits = len(request.prompt_ids), engine.limits
+    if tokens >= limits.max_seq_tokens or kv.layout.blocks_for(tokens + 1) > limits.kv_blocks:
+        raise RequestError(
+            f"KV of {tokens} tokens can't be decoded here: the longest sequence has {limits.max_seq_tokens} tokens "
+            f"and the pool {limits.kv_blocks} blocks of {limits.tokens_per_block}"
+        )
+    blocks = kv.reserve(request.key, tokens, peak_tokens=tokens + request.max_tokens - request.first_index)
+    if blocks is None:
+        raise NoKVError(f"no room for the KV of {tokens} tokens on this instance now")
+    return blocks
 
 
 def _checked_request(work: PullWork, offer: Offer) -> EngineRequest:

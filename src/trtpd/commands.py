@@ -111,7 +111,8 @@ def generate(args: argparse.Namespace) -> int:
 
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     message: dict[str, Any] = {"prompt": prompt} if args.raw else {"messages": [{"role": "user", "content": prompt}]}
-    text, ids, timeline = "", [], None
+    text, timeline = "", None
+    ids: list[int] = []
     for piece in stream(
         args.url,
         **message,

@@ -1,72 +1,21 @@
-"""Tiny models made on the spot: nothing is downloaded."""
+"""Fixtures of the build room."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from trtpd_testing.tiny import make_machine, write_model
 
-from trtpd.build.checkpoint import expected_shapes
-from trtpd.build.hf_config import architecture_from_config
 from trtpd.build.machine import Machine
-from trtpd.build.tensors import TensorSpec, bf16_bits, write_tensors
-
-CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 4,
-    "vocab_size": 40,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": True,
-    "eos_token_id": 2,
-}
-
-GIB = 1 << 30
-Weights = dict[str, np.ndarray[Any, Any]]
-MakeModel = Callable[..., Path]
-
-
-def random_weights(config: dict[str, Any], seed: int = 0) -> Weights:
-    rng = np.random.default_rng(seed)
-    shapes = expected_shapes(architecture_from_config(config, Path("config.json")))
-    return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
-
-
-def stored(array: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
-    return {"F32": lambda: array, "F16": lambda: array.astype(np.float16), "BF16": lambda: bf16_bits(array)}[
-        dtype
-    ]()
-
-
-def write_weights_file(path: Path, weights: Weights, dtype: str = "F32") -> None:
-    specs = [TensorSpec(name=name, dtype=dtype, shape=array.shape) for name, array in weights.items()]
-    for _ in write_tensors(path, specs, [stored(array, dtype) for array in weights.values()], {}):
-        pass
 
 
 @pytest.fixture
-def make_model(tmp_path: Path) -> MakeModel:
-    def make(name: str = "tiny", *, dtype: str = "F32", seed: int = 0, **changes: Any) -> Path:
-        folder = tmp_path / name
-        folder.mkdir()
-        config = {key: value for key, value in (CONFIG | changes).items() if value is not None}
-        (folder / "config.json").write_text(json.dumps(config))
-        (folder / "tokenizer.json").write_text("{}")
-        (folder / "tokenizer_config.json").write_text("{}")
-        write_weights_file(folder / "model.safetensors", random_weights(CONFIG, seed), dtype)
-        return folder
+def make_model(tmp_path: Path) -> Callable[..., Path]:
+    def make(name: str = "tiny", **options: Any) -> Path:
+        return write_model(tmp_path / name, **options)
 
     return make
 
@@ -74,15 +23,3 @@ def make_model(tmp_path: Path) -> MakeModel:
 @pytest.fixture
 def machine() -> Machine:
     return make_machine()
-
-
-def make_machine(**changes: Any) -> Machine:
-    values: dict[str, Any] = {
-        "cores": (0, 1),
-        "memory_bytes": 8 * GIB,
-        "memory_free_bytes": 6 * GIB,
-        "shm_bytes": 4 * GIB,
-        "shm_free_bytes": 4 * GIB,
-        "cpu_features": ("avx2",),
-    }
-    return Machine(**(values | changes))

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from trtpd_testing.tiny import CONFIG, random_weights, stored, write_weights_file
 
-from tests.build.conftest import CONFIG, MakeModel, random_weights, stored, write_weights_file
 from trtpd.build.checkpoint import expected_shapes, open_architecture, open_checkpoint
 from trtpd.build.manifest import RopeScaling
 from trtpd.errors import CheckpointError
@@ -23,7 +24,7 @@ def refusal(path: Path) -> str:
 
 
 @pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])
-def test_tensors_come_as_float32_with_the_stored_values(make_model: MakeModel, dtype: str) -> None:
+def test_tensors_come_as_float32_with_the_stored_values(make_model: Callable[..., Path], dtype: str) -> None:
     checkpoint = open_checkpoint(make_model(dtype=dtype))
     for name, array in random_weights(CONFIG).items():
         kept = stored(array, dtype)
@@ -32,7 +33,7 @@ def test_tensors_come_as_float32_with_the_stored_values(make_model: MakeModel, d
         assert np.array_equal(checkpoint.read(name), expected)
 
 
-def test_a_sharded_folder_reads_like_a_single_file(make_model: MakeModel) -> None:
+def test_a_sharded_folder_reads_like_a_single_file(make_model: Callable[..., Path]) -> None:
     folder = make_model()
     weights = random_weights(CONFIG)
     single = open_checkpoint(folder).read(Q_PROJ)
@@ -50,14 +51,14 @@ def shard(folder: Path, weights: dict[str, np.ndarray[Any, Any]]) -> None:
     (folder / "model.safetensors").unlink()
 
 
-def test_a_missing_shard_is_named(make_model: MakeModel) -> None:
+def test_a_missing_shard_is_named(make_model: Callable[..., Path]) -> None:
     folder = make_model()
     shard(folder, random_weights(CONFIG))
     (folder / "two.safetensors").unlink()
     assert "two.safetensors: missing" in refusal(folder)
 
 
-def test_a_tensor_that_the_index_only_claims_is_named(make_model: MakeModel) -> None:
+def test_a_tensor_that_the_index_only_claims_is_named(make_model: Callable[..., Path]) -> None:
     folder = make_model()
     shard(folder, random_weights(CONFIG))
     index = folder / "model.safetensors.index.json"
@@ -65,7 +66,7 @@ def test_a_tensor_that_the_index_only_claims_is_named(make_model: MakeModel) -> 
     assert "is not in it, though the index says so" in refusal(folder)
 
 
-def test_an_index_does_not_reach_outside_its_folder(make_model: MakeModel) -> None:
+def test_an_index_does_not_reach_outside_its_folder(make_model: Callable[..., Path]) -> None:
     folder = make_model()
     shard(folder, random_weights(CONFIG))
     index = folder / "model.safetensors.index.json"
@@ -83,19 +84,19 @@ def test_a_file_that_is_no_model_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-def test_a_missing_file_is_named(make_model: MakeModel, name: str) -> None:
+def test_a_missing_file_is_named(make_model: Callable[..., Path], name: str) -> None:
     folder = make_model()
     (folder / name).unlink()
     assert name in refusal(folder)
 
 
-def test_a_truncated_config_is_refused(make_model: MakeModel) -> None:
+def test_a_truncated_config_is_refused(make_model: Callable[..., Path]) -> None:
     folder = make_model()
     (folder / "config.json").write_text('{"architectures": ["Llama')
     assert "not valid JSON" in refusal(folder)
 
 
-def test_truncated_weights_are_refused_before_any_is_read(make_model: MakeModel) -> None:
+def test_truncated_weights_are_refused_before_any_is_read(make_model: Callable[..., Path]) -> None:
     folder = make_model()
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
@@ -124,22 +125,22 @@ def test_truncated_weights_are_refused_before_any_is_read(make_model: MakeModel)
     ],
 )
 def test_what_is_not_a_plain_llama_is_refused_by_name(
-    make_model: MakeModel, changes: dict[str, Any], said: str
+    make_model: Callable[..., Path], changes: dict[str, Any], said: str
 ) -> None:
     assert said in refusal(make_model(**changes))
 
 
-def test_contradictory_shapes_name_both_values(make_model: MakeModel) -> None:
+def test_contradictory_shapes_name_both_values(make_model: Callable[..., Path]) -> None:
     message = refusal(make_model(intermediate_size=32))
     assert "mlp.gate_proj.weight has shape [24, 16]" in message
     assert "says [32, 16]" in message
 
 
-def test_an_untied_head_must_be_there(make_model: MakeModel) -> None:
+def test_an_untied_head_must_be_there(make_model: Callable[..., Path]) -> None:
     assert "lm_head.weight is missing" in refusal(make_model(tie_word_embeddings=False))
 
 
-def test_weights_of_an_unreadable_type_are_refused_when_read(make_model: MakeModel) -> None:
+def test_weights_of_an_unreadable_type_are_refused_when_read(make_model: Callable[..., Path]) -> None:
     folder = make_model()
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes().replace(b'"F32"', b'"I32"', 1))
@@ -163,7 +164,7 @@ LLAMA3 = {
         {"rope_theta": None, "rope_parameters": LLAMA3 | {"rope_theta": 500000.0}},
     ],
 )
-def test_old_and_new_rope_keys_mean_the_same(make_model: MakeModel, changes: dict[str, Any]) -> None:
+def test_old_and_new_rope_keys_mean_the_same(make_model: Callable[..., Path], changes: dict[str, Any]) -> None:
     architecture = open_checkpoint(make_model(**changes)).architecture
     assert architecture.rope_theta == 500000.0
     assert architecture.rope_scaling == RopeScaling(
@@ -171,37 +172,37 @@ def test_old_and_new_rope_keys_mean_the_same(make_model: MakeModel, changes: dic
     )
 
 
-def test_rope_parameters_without_scaling_give_theta_only(make_model: MakeModel) -> None:
+def test_rope_parameters_without_scaling_give_theta_only(make_model: Callable[..., Path]) -> None:
     parameters = {"rope_type": "default", "rope_theta": 5000.0}
     architecture = open_checkpoint(make_model(rope_theta=None, rope_parameters=parameters)).architecture
     assert (architecture.rope_theta, architecture.rope_scaling) == (5000.0, None)
 
 
-def test_end_tokens_of_the_generation_config_win(make_model: MakeModel) -> None:
+def test_end_tokens_of_the_generation_config_win(make_model: Callable[..., Path]) -> None:
     folder = make_model()
     (folder / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
     assert open_checkpoint(folder).end_ids == (2, 7)
 
 
-def test_the_digest_follows_the_weights(make_model: MakeModel) -> None:
+def test_the_digest_follows_the_weights(make_model: Callable[..., Path]) -> None:
     one, same, other = make_model("one"), make_model("same"), make_model("other", seed=1)
     assert open_checkpoint(one).digest() == open_checkpoint(same).digest()
     assert open_checkpoint(one).digest() != open_checkpoint(other).digest()
 
 
-def test_an_architecture_needs_no_weights(make_model: MakeModel) -> None:
+def test_an_architecture_needs_no_weights(make_model: Callable[..., Path]) -> None:
     folder = make_model()
     (folder / "model.safetensors").unlink()
     assert open_architecture(folder).architecture.vocab_size == CONFIG["vocab_size"]
 
 
-def test_a_missing_tokenizer_is_named(make_model: MakeModel, tmp_path: Path) -> None:
+def test_a_missing_tokenizer_is_named(make_model: Callable[..., Path], tmp_path: Path) -> None:
     folder = make_model()
     (folder / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match=r"tokenizer\.json is missing"):
         open_checkpoint(folder).source.write_tokenizer(tmp_path)
 
 
-def test_expected_shapes_of_an_untied_model_end_with_the_head(make_model: MakeModel) -> None:
+def test_expected_shapes_of_an_untied_model_end_with_the_head(make_model: Callable[..., Path]) -> None:
     architecture = open_architecture(make_model(tie_word_embeddings=False)).architecture
     assert list(expected_shapes(architecture))[-1] == "lm_head.weight"

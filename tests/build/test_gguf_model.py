@@ -6,9 +6,9 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+from trtpd_testing.gguf_files import write_gguf
+from trtpd_testing.tiny import CONFIG, random_weights
 
-from tests.build.conftest import CONFIG, random_weights
-from tests.build.gguf_files import write_gguf
 from trtpd.build.checkpoint import open_checkpoint
 from trtpd.build.gguf_model import GgufFile
 from trtpd.errors import CheckpointError

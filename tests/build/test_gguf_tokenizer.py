@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
+from trtpd_testing.gguf_files import CHAT_TEMPLATE, write_gguf
+from trtpd_testing.tiny import CONFIG, random_weights
 
-from tests.build.conftest import CONFIG, random_weights
-from tests.build.gguf_files import CHAT_TEMPLATE, write_gguf
 from trtpd.build.gguf_model import GgufFile
 from trtpd.build.gguf_tokenizer import build_tokenizer, write_tokenizer
 from trtpd.errors import CheckpointError
@@ -50,9 +50,7 @@ def test_text_survives_the_way_there_and_back(tmp_path: Path) -> None:
     ("field", "value", "said"),
     [("pre", "qwen2", "tokenizer.ggml.pre is 'qwen2'"), ("model", "llama", "tokenizer.ggml.model is 'llama'")],
 )
-def test_another_kind_of_tokenizer_is_refused_by_name(
-    tmp_path: Path, field: str, value: str, said: str
-) -> None:
+def test_another_kind_of_tokenizer_is_refused_by_name(tmp_path: Path, field: str, value: str, said: str) -> None:
     with pytest.raises(CheckpointError, match=said):
         build_tokenizer(gguf_with(tmp_path, **{field: value}))
 

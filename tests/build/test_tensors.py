@@ -45,7 +45,8 @@ def test_bf16_values_survive_the_way_there_and_back(bits: int) -> None:
 
 
 def test_what_is_written_is_what_the_library_reads(tmp_path: Path) -> None:
-    arrays = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.array([[-3]], np.int8)}
+    six: np.ndarray[Any, Any] = np.arange(6, dtype=np.float32).reshape(2, 3)
+    arrays = {"a": six, "b": np.array([[-3]], np.int8)}
     progress = write(tmp_path / "w.safetensors", arrays, {"a": "F32", "b": "I8"})
     assert progress == [24, 25]
     loaded = load_file(tmp_path / "w.safetensors")
@@ -82,5 +83,5 @@ def test_a_file_cut_anywhere_is_refused_in_one_line(tmp_path: Path, keep: int) -
 def test_a_corrupt_header_is_refused(tmp_path: Path, header: bytes) -> None:
     path = tmp_path / "w.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
-    with pytest.raises(CheckpointError, match="corrupt|not an object"):
+    with pytest.raises(CheckpointError, match=r"corrupt|not an object"):
         TensorFile(path)

@@ -65,9 +65,7 @@ def dead_pool():
 
 def test_arrays_have_the_shape_of_the_layout_and_start_at_zero(pool):
     assert len(pool.keys) == len(pool.values) == 2
-    assert all(
-        a.shape == (8, 3, 4, 8) and a.dtype == np.float32 and not a.any() for a in pool.keys + pool.values
-    )
+    assert all(a.shape == (8, 3, 4, 8) and a.dtype == np.float32 and not a.any() for a in pool.keys + pool.values)
 
 
 @pytest.mark.parametrize(("dtype", "held"), [("f32", np.float32), ("bf16", np.uint16), ("f16", np.float16)])
@@ -169,7 +167,7 @@ def test_a_rank_holds_its_own_heads_and_layers():
 
 
 def test_sweep_removes_only_pools_of_dead_creators(pool, dead_pool):
-    assert sweep() == [dead_pool.name]
+    assert sweep("trtpd-child.") == [dead_pool.name]
     assert Path("/dev/shm", pool.address.name).exists()
 
 
@@ -178,7 +176,7 @@ def test_sweep_leaves_a_pool_whose_lock_is_held_though_its_pid_is_unknown(pool):
     foreign = Path("/dev/shm", f"{start[0]}.4000000.1.{start[3]}")
     os.link(Path("/dev/shm", pool.address.name), foreign)
     try:
-        assert sweep() == []
+        assert sweep("trtpd-test.") == []
         assert foreign.exists()
     finally:
         foreign.unlink()

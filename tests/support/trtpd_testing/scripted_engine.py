@@ -32,7 +32,7 @@ class ScriptedKV:
     def blocks_free(self) -> int:
         return self.num_blocks - sum(self.reserved.values())
 
-    def reserve(self, key: Key, tokens: int) -> tuple[int, ...] | None:
+    def reserve(self, key: Key, tokens: int, *, peak_tokens: int | None = None) -> tuple[int, ...] | None:
         if key in self.reserved:
             raise InternalError(f"{key} has blocks already")
         count = LAYOUT.blocks_for(tokens + 1)

@@ -9,8 +9,8 @@ from typing import Any
 import gguf
 import numpy as np
 
-from tests.build.conftest import CONFIG, Weights
 from trtpd.build.gguf_model import gguf_name
+from trtpd_testing.tiny import CONFIG, Weights
 
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 SPECIAL = ["<|end|>", "<|start|>", "<tool>"]

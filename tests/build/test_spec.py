@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trtpd.build.spec import PipelineSpec, load_spec, parse_spec
+from trtpd.errors import SpecError
+
+SHORTEST = """\
+model: models/smollm2
+engine: openvino
+pools:
+  prefill: {instances: 1, tp: 1}
+  decode: {instances: 1, tp: 1}
+slo: {ttft_ms: 1000, tpot_ms: 80}
+"""
+POOLS: dict[str, Any] = {"prefill": {}, "decode": {}}
+
+
+def refusal(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "pipeline.yaml"
+    path.write_text(text)
+    with pytest.raises(SpecError) as caught:
+        load_spec(path)
+    assert "\n" not in str(caught.value)
+    return str(caught.value).replace(str(tmp_path) + "/", "")
+
+
+def test_the_shortest_file_is_enough_and_its_model_is_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "pipeline.yaml").write_text(SHORTEST)
+    spec = load_spec(tmp_path / "pipeline.yaml")
+    assert spec.model == str(tmp_path / "models" / "smollm2")
+    assert spec.slo.tpot_ms == 80.0
+    assert list(spec.pools.given()) == ["prefill", "decode"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (SHORTEST.replace("instances: 1, tp: 1}\n  decode", "instnces: 1}\n  decode"),
+         "pipeline.yaml:4: pools.prefill.instnces: unknown key; did you mean instances?"),
+        (SHORTEST + "kv:\n  tokens_per_blok: 32\n",
+         "pipeline.yaml:8: kv.tokens_per_blok: unknown key; did you mean tokens_per_block?"),
+        (SHORTEST + "digests: false\n",
+         "pipeline.yaml:7: digests: unknown key; it belongs at transfer.digests"),
+        (SHORTEST + "zzz: 1\n", "pipeline.yaml:7: zzz: unknown key; known here: model, name, engine"),
+        (SHORTEST.replace("tpot_ms: 80", "tpot_ms: fast"),
+         "pipeline.yaml:6: slo.tpot_ms: is 'fast'; it must be a number or auto"),
+        (SHORTEST.replace("tpot_ms: 80", "tpot_ms: .inf"), "slo.tpot_ms: is inf; it must be a finite number"),
+        (SHORTEST + "kv: {tokens_per_block: 0}\n",
+         "pipeline.yaml:7: kv.tokens_per_block: is 0; it must be at least 1 or auto"),
+        (SHORTEST + "kv: {tokens_per_block: 1.5}\n", "must be a whole number or auto"),
+        (SHORTEST + "kv: {dtype: fp8}\n", "kv.dtype: is 'fp8'; it must be one of 'f32', 'bf16' or 'f16' or auto"),
+        (SHORTEST + "precision: f64\n", "precision: is 'f64'; it must be one of"),
+        (SHORTEST + "transfer: {digests: 1}\n", "transfer.digests: is 1; it must be true or false"),
+        (SHORTEST + "transfer: shm\n", "transfer: is 'shm'; it must be a mapping of keys"),
+        (SHORTEST.replace("openvino", "vllm"), "engine: is 'vllm'; it must be one of 'openvino'"),
+        (SHORTEST.replace("tp: 1}\n  decode", "tp: 1, cores: [0, x]}\n  decode"), "pools.prefill.cores[1]: is 'x'"),
+        (SHORTEST.replace("tp: 1}\n  decode", "tp: true}\n  decode"), "is True; it must be a whole number"),
+        (SHORTEST.replace("model: models/smollm2\n", ""), "pipeline.yaml: model: is missing"),
+        (SHORTEST + "slo: {}\n", "pipeline.yaml:7: slo: given twice, first in line 6"),
+        ("- a\n", "must hold keys"),
+        ("", "must hold keys"),
+        ("model: [1,\n", "not valid YAML"),
+        ("model: &a [*a]\nmodle: 1", "pipeline.yaml:1: model: is [[...]]; it must be a text"),
+        ("[" * 500, "nested too deeply"),
+    ],
+)  # fmt: skip
+def test_a_wrong_file_is_refused_with_line_key_value_and_mend(tmp_path: Path, text: str, said: str) -> None:
+    assert said in refusal(tmp_path, text)
+
+
+def test_several_faults_are_told_together_up_to_three(tmp_path: Path) -> None:
+    message = refusal(tmp_path, SHORTEST + "a1: 1\na2: 1\na3: 1\na4: 1\n")
+    assert message.count("unknown key") == 3
+    assert message.endswith("; and 1 more")
+
+
+def test_text_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "p.yaml").write_bytes(b"model: \xff\n")
+    with pytest.raises(SpecError, match="not UTF-8 text"):
+        load_spec(tmp_path / "p.yaml")
+
+
+def test_an_absent_file_says_how_to_make_one(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="trtpd init"):
+        load_spec(tmp_path / "p.yaml")
+
+
+@pytest.mark.parametrize(
+    ("pools", "said"),
+    [
+        ({"prefill": {}}, "decode is missing"),
+        ({"decode": {}, "mixed": {}}, "prefill is missing"),
+        ({}, "pools: is empty"),
+        ({"prefill": {"instances": 0}, "decode": {}}, "prefill.instances is 0; only mixed may have none"),
+        ({"mixed": {"instances": 0}}, "must be at least 1"),
+    ],
+)
+def test_pools_that_serve_nobody_are_refused(pools: dict[str, Any], said: str) -> None:
+    with pytest.raises(SpecError, match=said):
+        parse_spec({"model": "m", "pools": pools})
+
+
+@pytest.mark.parametrize("pools", [POOLS, {"mixed": {}}, POOLS | {"mixed": {"instances": 0}}])
+def test_pools_that_serve_are_taken(pools: dict[str, Any]) -> None:
+    assert list(parse_spec({"model": "m", "pools": pools}).pools.given()) == list(pools)
+
+
+def test_auto_is_the_same_as_leaving_a_key_out() -> None:
+    kv = {"dtype": "auto", "tokens_per_block": "auto", "max_seq_tokens": "auto"}
+    assert parse_spec({"model": "m", "pools": POOLS, "kv": kv}) == parse_spec({"model": "m", "pools": POOLS})
+
+
+def test_every_key_says_what_it_means() -> None:
+    def undescribed(model: type[Any]) -> list[str]:
+        found = []
+        for name, field in model.model_fields.items():
+            found += [] if field.description else [f"{model.__name__}.{name}"]
+            found += undescribed(field.annotation) if hasattr(field.annotation, "model_fields") else []
+        return found
+
+    assert undescribed(PipelineSpec) == []

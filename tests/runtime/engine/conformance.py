@@ -1,0 +1,476 @@
+"""What every engine must do, driven only through the Engine seam.
+
+A test class per engine inherits EngineConformance and gives it a `make_engine` fixture: a function that returns
+an engine of always the same weights, f32, with the overrides of its RoleProfile it is given.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+from msgspec.structs import replace
+
+from trtpd.errors import EngineError, RequestError
+from trtpd.runtime.core.events import Drained, Rejected, Tokens
+from trtpd.runtime.engine.base import (
+    Engine,
+    EngineEvent,
+    EngineRequest,
+    Key,
+    PrefillBegan,
+    PrefillChunk,
+    PrefillDone,
+    RequestKind,
+    Sampling,
+    StepReport,
+)
+
+MakeEngine = Callable[..., Engine]
+GREEDY = Sampling()
+SEEDED = Sampling(temperature=0.9, top_k=40, top_p=0.95, seed=1234)
+BOTH = pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+CONTEXT_ONLY, GENERATION_ONLY, WHOLE = (
+    RequestKind.CONTEXT_ONLY,
+    RequestKind.GENERATION_ONLY,
+    RequestKind.CONTEXT_AND_GENERATION,
+)
+
+
+def prompt(tokens: int, seed: int = 0) -> tuple[int, ...]:
+    return tuple(random.Random(f"{seed} {tokens}").choices(range(199), k=tokens))
+
+
+def request(
+    number: int,
+    ids: tuple[int, ...],
+    *,
+    kind: RequestKind = WHOLE,
+    max_tokens: int = 12,
+    sampling: Sampling = GREEDY,
+    first_index: int = 0,
+    first_token: int | None = None,
+) -> EngineRequest:
+    return EngineRequest(
+        request_id=number,
+        attempt=1,
+        kind=kind,
+        prompt_ids=ids,
+        max_tokens=max_tokens,
+        sampling=sampling,
+        first_index=first_index,
+        first_token=first_token,
+    )
+
+
+def ends(event: EngineEvent) -> bool:
+    return isinstance(event, Rejected | Drained) or (isinstance(event, Tokens) and event.finish is not None)
+
+
+@dataclass
+class Driver:
+    """Polls an engine, checks it after every step and that events keep to the life of their key."""
+
+    engine: Engine
+    events: dict[Key, list[EngineEvent]] = field(default_factory=dict)
+    ended: set[Key] = field(default_factory=set)
+
+    def submit(self, what: EngineRequest) -> Key:
+        self.engine.submit(what)
+        self.events[what.key] = []
+        return what.key
+
+    def step(self) -> StepReport:
+        report = self.engine.poll(0.0)
+        self.engine.check_integrity()
+        for event in report.events:
+            key = (event.request_id, event.attempt)
+            assert key not in self.ended, f"{event} after the last event of its key"
+            self.events[key].append(event)
+            if ends(event):
+                self.ended.add(key)
+        return report
+
+    def until(self, done: Callable[[], bool], *, steps: int = 400) -> None:
+        for _ in range(steps):
+            if done():
+                return
+            self.step()
+        raise AssertionError(f"not done after {steps} steps: {self.events}")
+
+    def finish(self, *keys: Key) -> None:
+        self.until(lambda: self.ended.issuperset(keys or self.events))
+
+    def of(self, key: Key, kind: type[EngineEvent]) -> list:
+        return [event for event in self.events[key] if isinstance(event, kind)]
+
+    def output(self, key: Key) -> list[int]:
+        """Tokens of the key's Tokens events, which must follow each other without a gap."""
+        found: list[int] = []
+        first: int | None = None
+        for event in self.of(key, Tokens):
+            first = event.first_index if first is None else first
+            assert event.first_index == first + len(found)
+            found.extend(event.ids)
+        return found
+
+    def run(self, what: EngineRequest) -> list[int]:
+        key = self.submit(what)
+        self.finish(key)
+        return self.output(key)
+
+    def prefill(self, what: EngineRequest) -> PrefillDone:
+        """Runs a context_only request until it is held."""
+        key = self.submit(what)
+        self.until(lambda: bool(self.of(key, PrefillDone)))
+        return self.of(key, PrefillDone)[0]
+
+
+def blocks_of(driver: Driver, key: Key) -> list[int]:
+    return list(driver.of(key, PrefillBegan)[0].blocks)
+
+
+def copy_blocks(source: Engine, blocks: list[int], sink: Engine, into: list[int]) -> None:
+    assert source.kv is not None
+    assert sink.kv is not None
+    pools = source.kv.pool, sink.kv.pool
+    for theirs, ours in zip([*pools[0].keys, *pools[0].values], [*pools[1].keys, *pools[1].values], strict=True):
+        ours[into] = theirs[blocks]
+
+
+def hand_over(source: Driver, sink: Driver, what: EngineRequest) -> list[int]:
+    """Prefill on one engine, blocks copied by hand, the rest on the other; the whole output."""
+    done = source.prefill(replace(what, kind=CONTEXT_ONLY))
+    if done.finish is not None:
+        return [done.token]
+    assert sink.engine.kv is not None
+    reserved = sink.engine.kv.reserve(what.key, len(what.prompt_ids), peak_tokens=len(what.prompt_ids) + what.max_tokens)
+    assert reserved is not None
+    theirs = blocks_of(source, what.key)
+    copy_blocks(source.engine, theirs, sink.engine, list(reserved[: len(theirs)]))
+    source.engine.release(what.key)
+    source.finish(what.key)
+    rest = sink.run(replace(what, kind=GENERATION_ONLY, first_token=done.token))
+    return [done.token, *rest]
+
+
+class EngineConformance:
+    @pytest.fixture
+    def make_engine(self) -> MakeEngine:
+        raise NotImplementedError
+
+    @pytest.fixture
+    def driver(self, make_engine: MakeEngine) -> Iterator[Driver]:
+        """An engine that must hold nothing at the end of the test."""
+        driver = Driver(make_engine())
+        yield driver
+        driver.finish()
+        load = driver.engine.poll(0.0).load
+        assert (load.kv_blocks_free, load.kv_blocks_held) == (driver.engine.limits.kv_blocks, 0)
+        assert (load.running, load.waiting, load.queued_tokens) == (0, 0, 0)
+
+    def test_a_whole_request_begins_chunks_and_streams_to_its_length(self, driver):
+        key = driver.submit(request(1, prompt(70), max_tokens=5))
+        driver.finish(key)
+        kinds = [type(event) for event in driver.events[key]]
+        assert kinds == [PrefillBegan, PrefillChunk, PrefillChunk, *[Tokens] * 5]
+        assert [event.ready_tokens for event in driver.of(key, PrefillChunk)] == [32, 64]
+        assert [event.finish for event in driver.of(key, Tokens)] == [None] * 4 + ["length"]
+        assert driver.of(key, Tokens)[0].first_index == 0
+
+    def test_admission_is_reported_before_the_first_chunk_runs(self, driver):
+        key = driver.submit(request(1, prompt(40)))
+        report = driver.step()
+        assert [type(event) for event in report.events] == [PrefillBegan]
+        assert report.load.step_tokens == 0
+        assert len(blocks_of(driver, key)) == 2
+
+    def test_a_context_only_request_is_held_until_it_is_released(self, driver):
+        key = (1, 1)
+        done = driver.prefill(request(1, prompt(70), kind=CONTEXT_ONLY))
+        assert (done.first_index, done.finish) == (0, None)
+        report = driver.step()
+        assert report.events == ()
+        assert report.load.kv_blocks_held == 3
+        driver.engine.release(key)
+        driver.finish(key)
+        assert isinstance(driver.events[key][-1], Drained)
+
+    @BOTH
+    def test_handing_the_kv_over_changes_no_token(self, make_engine, driver, sampling):
+        source, sink = Driver(make_engine()), Driver(make_engine())
+        for key in ((97, 1), (98, 1), (99, 1)):  # so that the two have the prompt in different blocks
+            sink.engine.kv.reserve(key, 20, peak_tokens=30)
+        sink.engine.kv.free((98, 1))
+        for number, tokens in enumerate((1, 31, 32, 33, 100), start=1):
+            what = request(number, prompt(tokens), sampling=sampling)
+            assert hand_over(source, sink, what) == driver.run(what)
+
+    def test_kv_that_was_not_copied_changes_the_tokens(self, make_engine, driver):
+        sink = Driver(make_engine())
+        what = request(1, prompt(70))
+        expected = driver.run(what)
+        sink.engine.kv.reserve(what.key, 70, peak_tokens=82)
+        rest = sink.run(replace(what, kind=GENERATION_ONLY, first_token=expected[0]))
+        assert rest != expected[1:]
+
+    def test_ready_kv_is_not_written_again(self, driver):
+        key = driver.submit(request(1, prompt(90), kind=CONTEXT_ONLY))
+        pool = driver.engine.kv.pool
+        seen: dict[int, bytes] = {}
+
+        def content(tokens: int) -> bytes:
+            blocks = blocks_of(driver, key)[: tokens // 32]
+            return b"".join(array[blocks].tobytes() for array in (*pool.keys, *pool.values))
+
+        while not driver.of(key, PrefillDone):
+            driver.step()
+            for event in driver.of(key, PrefillChunk):
+                seen.setdefault(event.ready_tokens, content(event.ready_tokens))
+        assert list(seen) == [32, 64]
+        assert all(content(tokens) == then for tokens, then in seen.items())
+        driver.engine.release(key)
+
+    @BOTH
+    def test_a_batch_answers_as_each_would_alone(self, driver, sampling):
+        requests = [request(n, prompt(tokens, n), sampling=sampling) for n, tokens in enumerate((5, 40, 64, 33))]
+        alone = [driver.run(what) for what in requests]
+        keys = [driver.submit(replace(what, attempt=2)) for what in requests]
+        driver.finish(*keys)
+        assert [driver.output(key) for key in keys] == alone
+
+    def test_chunks_answer_as_a_whole_prompt_does(self, make_engine, driver):
+        whole = Driver(make_engine(chunk_tokens=200, max_step_tokens=200))
+        small = Driver(make_engine(chunk_tokens=7))
+        what = request(1, prompt(90))
+        assert whole.run(what) == small.run(what) == driver.run(what)
+        assert len(whole.of((1, 1), PrefillChunk)) == 0
+        assert len(small.of((1, 1), PrefillChunk)) == 12
+
+    @BOTH
+    def test_an_answer_goes_on_from_its_journal(self, driver, sampling):
+        what = request(1, prompt(40), sampling=sampling)
+        expected = driver.run(what)
+        journal = tuple(expected[:5])
+        resumed = request(2, (*what.prompt_ids, *journal), sampling=sampling, first_index=5)
+        assert driver.run(resumed) == expected[5:]
+        assert driver.of((2, 1), Tokens)[0].first_index == 5
+
+    def test_different_seeds_give_different_answers(self, driver):
+        answers = {
+            tuple(driver.run(request(n, prompt(20), sampling=Sampling(temperature=1.0, seed=n)))) for n in range(1, 5)
+        }
+        assert len(answers) == 4
+
+    def test_an_end_token_is_emitted_and_stops_the_answer(self, driver):
+        expected = driver.run(request(1, prompt(30)))
+        end = expected[4]
+        cut = expected[: expected.index(end) + 1]
+        assert driver.run(request(2, prompt(30), sampling=Sampling(end_ids=(end,)))) == cut
+        assert driver.of((2, 1), Tokens)[-1].finish == "stop"
+
+    def test_a_first_token_that_ends_the_answer_says_so_and_is_still_held(self, driver):
+        first = driver.run(request(1, prompt(30)))[0]
+        stop = driver.prefill(request(2, prompt(30), kind=CONTEXT_ONLY, sampling=Sampling(end_ids=(first,))))
+        length = driver.prefill(request(3, prompt(30), kind=CONTEXT_ONLY, max_tokens=1))
+        assert (stop.finish, length.finish) == ("stop", "length")
+        assert driver.step().load.kv_blocks_held == 2
+        for key in ((2, 1), (3, 1)):
+            driver.engine.release(key)
+
+    def test_the_longest_sequence_ends_with_length(self, driver):
+        longest = driver.engine.limits.max_seq_tokens
+        output = driver.run(request(1, prompt(longest - 3), max_tokens=50))
+        assert len(output) == 3
+        assert driver.of((1, 1), Tokens)[-1].finish == "length"
+
+    @pytest.mark.parametrize("max_tokens", [1, 2, 3, 34])
+    def test_an_answer_has_as_many_tokens_as_asked_for(self, driver, max_tokens):
+        assert len(driver.run(request(1, prompt(31), max_tokens=max_tokens))) == max_tokens
+
+    def test_log_probabilities_come_when_asked_for(self, driver):
+        driver.run(request(1, prompt(10), sampling=Sampling(log_probs=True)))
+        driver.run(request(2, prompt(10)))
+        assert all(len(event.log_probs) == 1 and event.log_probs[0] <= 0 for event in driver.of((1, 1), Tokens))
+        assert all(event.log_probs == () for event in driver.of((2, 1), Tokens))
+        done = driver.prefill(request(3, prompt(10), kind=CONTEXT_ONLY, sampling=Sampling(log_probs=True)))
+        assert done.log_prob == driver.of((1, 1), Tokens)[0].log_probs[0]
+        driver.engine.release((3, 1))
+
+    def test_cancel_frees_at_every_stage(self, driver):
+        first = [driver.submit(request(n, prompt(60, n), max_tokens=60)) for n in range(1, 5)]
+        waiting = driver.submit(request(9, prompt(60)))
+        driver.step()  # admitted
+        driver.engine.cancel(waiting)
+        driver.engine.cancel(first[0])
+        driver.step()  # half prefilled
+        driver.engine.cancel(first[1])
+        driver.until(lambda: len(driver.of(first[2], Tokens)) > 2)  # decoding
+        driver.engine.cancel(first[2])
+        driver.engine.cancel(first[3])
+        driver.prefill(request(5, prompt(60), kind=CONTEXT_ONLY))  # held
+        driver.engine.cancel((5, 1))
+        driver.step()
+        for key in (*first, waiting, (5, 1)):
+            assert isinstance(driver.events[key][-1], Drained)
+            assert len(driver.of(key, Drained)) == 1
+
+    def test_a_transferred_sequence_can_be_cancelled_before_it_joins(self, driver):
+        driver.engine.kv.reserve((1, 1), 40)
+        driver.submit(request(1, prompt(40), kind=GENERATION_ONLY, first_token=3))
+        driver.engine.cancel((1, 1))
+        assert [type(event) for event in driver.step().events] == [Drained]
+
+    def test_unknown_keys_are_ignored(self, driver):
+        driver.engine.cancel((99, 1))
+        driver.engine.release((99, 1))
+        driver.engine.kv.free((99, 1))
+        assert driver.step().events == ()
+
+    def test_release_does_not_stop_what_is_not_held(self, driver):
+        key = driver.submit(request(1, prompt(20)))
+        driver.step()
+        driver.engine.release(key)
+        driver.finish(key)
+        assert len(driver.output(key)) == 12
+
+    @pytest.mark.parametrize(
+        "wrong",
+        [
+            request(1, ()),
+            request(1, (5, 199)),
+            request(1, (-1,)),
+            request(1, prompt(256)),
+            request(1, prompt(9), max_tokens=0),
+            request(1, prompt(9), max_tokens=-3),
+            request(1, prompt(9), max_tokens=4, first_index=4),
+            request(1, prompt(9), first_index=9),
+            request(1, prompt(9), first_index=-1),
+            request(1, prompt(9), first_token=4),
+            request(1, prompt(9), sampling=Sampling(temperature=-0.1)),
+            request(1, prompt(9), sampling=Sampling(temperature=float("nan"))),
+            request(1, prompt(9), sampling=Sampling(top_p=0.0)),
+            request(1, prompt(9), sampling=Sampling(top_k=-1)),
+            request(1, prompt(9), kind=GENERATION_ONLY),
+            request(1, prompt(9), kind=GENERATION_ONLY, first_token=4),
+        ],
+        ids=lambda what: f"{what.kind}-{len(what.prompt_ids)}-{what.max_tokens}-{what.first_index}",
+    )
+    def test_a_request_that_can_never_run_is_refused_and_leaves_nothing(self, driver, wrong):
+        with pytest.raises(RequestError, match=f"request {wrong.request_id}"):
+            driver.engine.submit(wrong)
+        assert driver.step().events == ()
+
+    def test_a_transferred_sequence_that_has_ended_is_refused_and_keeps_its_reservation(self, driver):
+        kv = driver.engine.kv
+        kv.reserve((1, 1), 9)
+        ended = request(1, prompt(9), kind=GENERATION_ONLY, first_token=4, sampling=Sampling(end_ids=(4,)))
+        for wrong in (ended, request(1, prompt(9), kind=GENERATION_ONLY, first_token=4, max_tokens=1)):
+            with pytest.raises(RequestError):
+                driver.engine.submit(wrong)
+        with pytest.raises(RequestError, match="reserved for 9"):
+            driver.engine.submit(request(1, prompt(8), kind=GENERATION_ONLY, first_token=4))
+        kv.free((1, 1))
+        driver.engine.check_integrity()
+
+    def test_an_attempt_is_taken_once(self, driver):
+        driver.submit(request(1, prompt(9)))
+        with pytest.raises(RequestError, match="attempt 1"):
+            driver.engine.submit(request(1, prompt(9)))
+
+    def test_a_request_larger_than_the_pool_is_refused(self, make_engine):
+        driver = Driver(make_engine(kv_blocks=3))
+        with pytest.raises(RequestError, match="4 KV blocks, the pool has 3"):
+            driver.engine.submit(request(1, prompt(90), max_tokens=30))
+        assert len(driver.run(request(2, prompt(90), max_tokens=7))) == 7
+
+    def test_what_runs_never_lacks_blocks(self, make_engine):
+        driver = Driver(make_engine(kv_blocks=5))
+        keys = [driver.submit(request(n, prompt(20, n), max_tokens=100)) for n in range(1, 4)]
+        driver.step()
+        assert driver.step().load.running == 1
+        driver.finish(*keys)
+        assert [len(driver.output(key)) for key in keys] == [100] * 3
+
+    def test_reservations_end_where_room_ends(self, make_engine):
+        driver = Driver(make_engine(kv_blocks=5))
+        kv = driver.engine.kv
+        assert len(kv.reserve((1, 1), 32, peak_tokens=60)) == 2
+        assert len(kv.reserve((2, 1), 31, peak_tokens=96)) == 1
+        assert kv.reserve((3, 1), 5, peak_tokens=20) is None
+        kv.free((2, 1))
+        kv.free((2, 1))
+        assert len(kv.reserve((3, 1), 5, peak_tokens=20)) == 1
+
+    def test_reservations_leave_the_blocks_of_the_first_in_line_alone(self, make_engine):
+        driver = Driver(make_engine(kv_blocks=5))
+        running = driver.submit(request(1, prompt(40), max_tokens=50))
+        driver.step()
+        first_in_line = driver.submit(request(2, prompt(120), max_tokens=2))
+        driver.step()
+        assert driver.engine.kv.reserve((3, 1), 10, peak_tokens=20) is None
+        driver.finish(running)
+        driver.step()
+        assert driver.of(first_in_line, PrefillBegan)
+        assert driver.engine.kv.reserve((3, 1), 10, peak_tokens=20) is not None
+
+    def test_freed_blocks_get_a_new_epoch(self, driver):
+        what = request(1, prompt(40), kind=CONTEXT_ONLY)
+        driver.prefill(what)
+        blocks = blocks_of(driver, what.key)
+        before = driver.engine.kv.pool.epochs_of(blocks)
+        driver.engine.release(what.key)
+        after = driver.engine.kv.pool.epochs_of(blocks)
+        assert all(new > old for old, new in zip(before, after, strict=True))
+
+    def test_load_tells_what_is_queued_and_running(self, driver):
+        keys = [driver.submit(request(n, prompt(60, n))) for n in range(1, 7)]
+        loads = [driver.step().load for _ in range(2)]
+        assert (loads[0].running, loads[0].waiting, loads[0].queued_tokens) == (2, 4, 360)
+        assert (loads[1].queued_tokens, loads[1].step_tokens) == (296, 64)
+        assert loads[1].step_s >= 0
+        assert loads[1].kv_blocks_free == driver.engine.limits.kv_blocks - 6
+        driver.finish(*keys)
+
+    def test_wake_ends_a_wait(self, driver):
+        threading.Timer(0.05, driver.engine.wake).start()
+        assert driver.engine.poll(60.0).events == ()
+
+    def test_shutdown_frees_the_pool_and_ends_the_engine(self, make_engine):
+        driver = Driver(make_engine())
+        driver.submit(request(1, prompt(60)))
+        driver.step()
+        pool = driver.engine.kv.pool
+        driver.engine.shutdown()
+        driver.engine.shutdown()
+        assert pool.gone()
+        driver.engine.check_integrity()
+        for call in (lambda: driver.engine.poll(0.0), lambda: driver.engine.submit(request(2, prompt(5)))):
+            with pytest.raises(EngineError, match="shut down"):
+                call()
+
+    @pytest.mark.parametrize("seed", range(3))
+    def test_random_traffic_with_cancels_ends_clean_and_right(self, driver, seed):
+        rng = random.Random(seed)
+        requests = [
+            request(n, prompt(rng.randint(1, 90), n), max_tokens=rng.randint(1, 12), sampling=rng.choice([GREEDY, SEEDED]))
+            for n in range(12)
+        ]
+        expected = {what.key: driver.run(replace(what, attempt=7)) for what in requests}
+        cancelled = set()
+        for what in requests:
+            driver.submit(what)
+            for _ in range(rng.randint(0, 4)):
+                driver.step()
+            if rng.random() < 0.3:
+                victim = rng.choice(requests[: what.request_id + 1]).key
+                driver.engine.cancel(victim)
+                cancelled.add(victim)
+        driver.finish()
+        for key, output in expected.items():
+            got = driver.output(key)
+            assert got == output[: len(got)]
+            assert key in cancelled or got == output

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+from tests.runtime.engine import tiny
+from tests.runtime.engine.conformance import GREEDY, SEEDED, Driver, hand_over, prompt, request
+
+from trtpd.errors import EngineError
+from trtpd.kv_transfer.layout import KVLayout
+from trtpd.kv_transfer.pool import SharedPool
+from trtpd.runtime.engine import emulated
+from trtpd.runtime.engine.base import Sampling
+from trtpd.runtime.engine.emulated import EmulatedExecutor, StepCosts
+from trtpd.runtime.engine.executor import DrawAt, Piece
+
+COSTS = StepCosts(
+    prefill_tokens_per_s=1000.0, decode_step_ms=10.0, step_ms=1.0, decode_sequence_ms=2.0, decode_kv_token_us=10.0
+)
+PREFILL = Piece(ids=prompt(100), start=0, blocks=(0, 1, 2, 3), draw=None)
+DECODE = Piece(ids=(5,), start=99, blocks=(0, 1, 2, 3), draw=None)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "seconds"),
+    [([PREFILL], 0.101), ([DECODE], 0.014), ([DECODE, DECODE], 0.017), ([DECODE, PREFILL], 0.114)],
+)
+def test_a_step_costs_its_prompt_tokens_and_its_decodes(pieces, seconds):
+    assert COSTS.step_s(pieces) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("emulated_costs", "message"),
+    [
+        ({"prefill_tokens_per_s": 1.0}, "decode_step_ms"),
+        ({"prefill_tokens_per_s": 1.0, "decode_step_ms": 1.0, "speed": 2.0}, "unknown \\['speed'\\]"),
+        ({"prefill_tokens_per_s": 0.0, "decode_step_ms": 1.0}, "speed"),
+        ({"prefill_tokens_per_s": 1.0, "decode_step_ms": -1.0}, "negative"),
+    ],
+)
+def test_wrong_costs_are_refused(emulated_costs, message):
+    with pytest.raises(EngineError, match=message):
+        StepCosts.of(emulated_costs)
+
+
+def test_an_engine_sleeps_what_its_steps_cost():
+    slept: list[float] = []
+    settings = tiny.config(tiny.architecture(), engine="emulated")
+    engine = emulated.load(settings, Path(), pool_name="test-costs", generation="g", sleep=slept.append)
+    Driver(engine).run(request(1, prompt(40), max_tokens=3))
+    engine.shutdown()
+    assert slept == pytest.approx([0.032, 0.008, 0.01, 0.01])
+
+
+def test_a_sleeping_step_ends_when_the_engine_is_closed():
+    layout = KVLayout(num_layers=1, kv_heads=1, head_dim=2, tokens_per_block=4, dtype="f32")
+    pool = SharedPool.create("test-sleep", layout, 4, generation="g")
+    executor = EmulatedExecutor(pool, COSTS, vocab_size=9)
+    threading.Timer(0.05, executor.close).start()
+    executor._sleep_until_closed(60.0)
+    pool.close()
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED])
+def test_tokens_survive_a_hand_over_in_every_kv_type(dtype, sampling):
+    settings = tiny.config(tiny.architecture(), engine="emulated", kv_dtype=dtype, tokens_per_block=8)
+    settings = replace(settings, profile=replace(tiny.PROFILE, kv_blocks=64))
+    source, sink = (Driver(tiny.load_emulated(settings)) for _ in range(2))
+    what = request(1, prompt(50), sampling=sampling)
+    assert hand_over(source, sink, what) == source.run(replace(what, attempt=2))
+    for driver in (source, sink):
+        driver.engine.shutdown()
+
+
+@pytest.mark.parametrize("damage", ["swapped", "stale", "one value"])
+def test_damaged_kv_gives_another_token(damage):
+    layout = KVLayout(num_layers=2, kv_heads=2, head_dim=2, tokens_per_block=4, dtype="f32")
+    pool = SharedPool.create("test-damage", layout, 4, generation="g")
+    executor = EmulatedExecutor(pool, COSTS, vocab_size=50_000, sleep=lambda seconds: None)
+    at = DrawAt(sampling=Sampling(), index=0)
+    executor.run([Piece(ids=(1, 2, 3, 4, 5, 6, 7, 8), start=0, blocks=(0, 1, 2), draw=None)])
+    step = Piece(ids=(9,), start=8, blocks=(0, 1, 2), draw=at)
+    before = executor.run([step])
+    assert executor.run([step]) == before
+    for array in (*pool.keys, *pool.values):
+        if damage == "swapped":
+            array[[0, 1]] = array[[1, 0]]
+        elif damage == "stale":
+            array[1] = 0
+    if damage == "one value":
+        pool.values[1][1, 1, 3, 1] += np.float32(1)
+    assert executor.run([step]) != before
+    executor.close()
+    pool.close()

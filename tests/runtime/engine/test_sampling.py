@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
+from msgspec.structs import replace
+
+from trtpd.runtime.engine.base import Sampling
+from trtpd.runtime.engine.sampling import draw, log_softmax_at, uniform
+
+FINITE = st.floats(-30, 30, width=32)
+SAMPLINGS = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 1e-30, 0.3, 1.0, 5.0]),
+    top_k=st.sampled_from([0, 1, 3, 1000]),
+    top_p=st.sampled_from([0.01, 0.5, 0.95, 1.0]),
+    seed=st.integers(-(2**63), 2**64 - 1),
+    log_probs=st.booleans(),
+)
+
+
+def logits(rows: int, vocabulary: int) -> st.SearchStrategy[np.ndarray]:
+    return npst.arrays(np.float32, (rows, vocabulary), elements=FINITE)
+
+
+def tokens(row: np.ndarray, sampling: Sampling, count: int) -> list[int]:
+    """Draws at output indexes 0 ... from one and the same distribution."""
+    return [draw(row[None], [sampling], [index])[0].token for index in range(count)]
+
+
+@given(logits(4, 200), st.lists(SAMPLINGS, min_size=4, max_size=4), st.integers(0, 10_000))
+def test_a_row_does_not_depend_on_its_batch(rows, samplings, index):
+    together = draw(rows, samplings, [index] * 4)
+    alone = [draw(rows[i : i + 1], [samplings[i]], [index])[0] for i in range(4)]
+    assert together == alone
+
+
+@given(logits(1, 300), SAMPLINGS, st.integers(0, 2**40))
+def test_a_draw_is_a_function_of_seed_and_index(row, sampling, index):
+    before = row.copy()
+    assert draw(row, [sampling], [index]) == draw(row.copy(), [sampling], [index])
+    np.testing.assert_array_equal(row, before)
+
+
+@given(logits(1, 300), SAMPLINGS, st.integers(0, 50))
+def test_a_drawn_token_is_one_that_top_k_and_top_p_leave(row, sampling, index):
+    token = draw(row, [sampling], [index])[0].token
+    if sampling.temperature == 0:
+        assert token == row[0].argmax()
+        return
+    scaled = (row[0].astype(np.float64) - row[0].max()) / sampling.temperature
+    weights = np.exp(np.maximum(scaled, -700.0))
+    order = np.lexsort((np.arange(300), -weights))[: sampling.top_k or 300]
+    mass = np.cumsum(weights[order])
+    kept = order[: int(np.searchsorted(mass, sampling.top_p * mass[-1] * (1 + 1e-9))) + 1]
+    assert token in kept
+
+
+def test_the_likeliest_token_is_drawn_without_temperature_the_lowest_id_of_equals():
+    row = np.array([[1.0, 5.0, 5.0, 0.0]], np.float32)
+    assert draw(row, [Sampling()], [0])[0].token == 1
+    assert set(tokens(row[0], Sampling(temperature=1.0, top_k=1), 20)) == {1}
+
+
+@pytest.mark.parametrize(
+    ("restriction", "kept"),
+    [({}, 5), ({"top_k": 3}, 3), ({"top_p": 0.8}, 3), ({"top_k": 4, "top_p": 0.85}, 3), ({"top_k": 4, "top_p": 0.9}, 4)],
+)
+def test_frequencies_follow_the_distribution(restriction, kept):
+    probabilities = np.array([0.4, 0.25, 0.2, 0.1, 0.05])
+    row = np.log(probabilities * 2).astype(np.float32) * np.float32(2)
+    expected = np.where(np.arange(5) < kept, probabilities, 0)
+    expected /= expected.sum()
+    drawn = tokens(row, Sampling(temperature=2.0, seed=7, **restriction), 4000)
+    np.testing.assert_allclose(np.bincount(drawn, minlength=5) / 4000, expected, atol=0.03)
+
+
+def test_a_large_nucleus_is_found_in_a_large_vocabulary():
+    row = np.random.default_rng(0).normal(0, 0.1, 20_000).astype(np.float32)
+    drawn = tokens(row, Sampling(temperature=1.0, top_p=0.5, seed=1), 60)
+    weights = np.exp(row.astype(np.float64))
+    order = np.argsort(-weights, kind="stable")
+    nucleus = order[: int(np.searchsorted(np.cumsum(weights[order]), 0.5 * weights.sum())) + 1]
+    assert set(drawn) <= set(nucleus.tolist())
+    assert len(set(drawn)) > 50
+
+
+def test_uniform_numbers_are_uniform_and_differ_between_seeds_and_indexes():
+    points = np.array([uniform(seed, index) for seed in range(20) for index in range(100)])
+    assert len(set(points)) == 2000
+    assert 0 <= points.min()
+    assert points.max() < 1
+    np.testing.assert_allclose(np.histogram(points, 10, (0, 1))[0] / 2000, 0.1, atol=0.03)
+
+
+def test_seeded_draws_stay_what_they_were_in_former_versions():
+    assert [uniform(0, 0), uniform(42, 7)] == [0.011546754286331562, 0.4074136540795371]
+
+
+@given(logits(3, 50))
+def test_log_probabilities_are_those_of_the_model(rows):
+    ids = rows.argmin(axis=1)
+    expected = [row[i] - np.logaddexp.reduce(row) for row, i in zip(rows.astype(np.float64), ids, strict=True)]
+    np.testing.assert_allclose(log_softmax_at(rows, ids), expected, atol=1e-9)
+
+
+def test_log_probabilities_ignore_temperature_and_come_only_when_asked_for():
+    row = np.array([[0.0, 2.0, 1.0]], np.float32)
+    hot = Sampling(temperature=3.0, top_k=1, log_probs=True)
+    with_it, cold = draw(row, [hot], [0])[0], draw(row, [Sampling(log_probs=True)], [0])[0]
+    assert with_it == cold
+    assert draw(row, [replace(hot, log_probs=False)], [0])[0].log_prob is None
