@@ -147,10 +147,11 @@ def _number(name: str, value: float | None, kind: str) -> Any:
     if value is None:
         return None
     types = {"INT32": np.int32, "UINT64": np.uint64, "FP32": np.float32, "BOOL": np.bool_}
-    try:
-        return _tensor(name, np.array([[value]], dtype=types[kind]), kind)
-    except OverflowError as error:
-        raise RequestError(f"{name} is {value}; it does not fit {kind}") from error
+    ranges = {"INT32": (-(1 << 31), (1 << 31) - 1), "UINT64": (0, (1 << 64) - 1)}
+    low, high = ranges.get(kind, (0, 0))
+    if kind in ranges and not low <= value <= high:
+        raise RequestError(f"{name} is {value}; it must lie between {low} and {high}")
+    return _tensor(name, np.array([[value]], dtype=types[kind]), kind)
 
 
 def _text(name: str, values: Sequence[str] | None) -> Any:

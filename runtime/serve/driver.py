@@ -349,7 +349,7 @@ class Driver:
         self._dead = True
         log.critical("the router stops: %s", error, exc_info=error)
         text = str(error) if isinstance(error, TrtpdError) else repr(error)
-        self._emitter.stop(Failure(status="INTERNAL", message=f"code=internal the router failed: {text}"))
+        self._emitter.close_all(Failure(status="INTERNAL", message=f"code=internal the router failed: {text}"))
         self._on_fatal(error)
 
 

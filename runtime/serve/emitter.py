@@ -83,6 +83,7 @@ class Emitter:
         self._lock = threading.Condition()
         self._streams: dict[int, _Stream] = {}
         self._due: dict[int, None] = {}
+        self._busy = False
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="emitter", daemon=True)
 
@@ -93,7 +94,7 @@ class Emitter:
         """From here on the client of `sink` gets a last response. `stream` false: that one only."""
         with self._lock:
             self._streams[request_id] = _Stream(sink, stream)
-            self._lock.notify()
+            self._lock.notify_all()
 
     def push(self, request_id: int, piece: Piece) -> None:
         """More of the answer. Returns at once; ignored once the stream is closed."""
@@ -106,7 +107,7 @@ class Emitter:
             stream.pending.log_probs += piece.log_probs
             if stream.stream and not stream.gone:
                 self._due[request_id] = None
-                self._lock.notify()
+                self._lock.notify_all()
 
     def close(self, request_id: int, end: End) -> None:
         """The last response, with what is still pending. Idempotent."""
@@ -115,17 +116,24 @@ class Emitter:
             if stream is not None and stream.end is None:
                 stream.end = end
                 self._due[request_id] = None
-                self._lock.notify()
+                self._lock.notify_all()
 
-    def stop(self, failure: Failure, *, timeout_s: float = 5.0) -> None:
-        """Ends every open stream with `failure` and the thread. Idempotent."""
+    def close_all(self, failure: Failure, *, timeout_s: float = 5.0) -> None:
+        """Ends every open stream with `failure`; returns when all of them have it, or after `timeout_s`."""
         with self._lock:
             open_ids = [i for i, stream in self._streams.items() if stream.end is None]
         for request_id in open_ids:
             self.close(request_id, End(failure=failure))
         with self._lock:
+            self._lock.wait_for(lambda: not self._streams and not self._busy, timeout_s)
+
+    def stop(self, failure: Failure, *, timeout_s: float = 5.0) -> None:
+        """Ends every open stream with `failure`, then the thread. Idempotent."""
+        if self._thread.is_alive():
+            self.close_all(failure, timeout_s=timeout_s)
+        with self._lock:
             self._stopping = True
-            self._lock.notify()
+            self._lock.notify_all()
         if self._thread.is_alive():
             self._thread.join(timeout_s)
 
@@ -144,8 +152,12 @@ class Emitter:
                     return
                 due = [(i, *self._take(i)) for i in self._due]
                 self._due.clear()
+                self._busy = True
             for request_id, stream, piece, end in due:
                 self._send(request_id, stream, piece, end)
+            with self._lock:
+                self._busy = False
+                self._lock.notify_all()
             if self._clock() - polled_s >= self._poll_s():
                 self._poll()
                 polled_s = self._clock()

@@ -217,15 +217,12 @@ class Launcher:
             self._load_group([name for name in self._models if name == ROUTER_MODEL])
 
     def _load_group(self, names: list[str]) -> None:
-        waiting = {self._pool.submit(self._control.load, name, timeout_s=LOAD_TIMEOUT_S): name for name in names}
+        waiting = [self._pool.submit(self._control.load, name, timeout_s=LOAD_TIMEOUT_S) for name in names]
         while waiting and not self._stop.wait(0.02):
             self._check_server()
             for future in [future for future in waiting if future.done()]:
-                name = waiting.pop(future)
-                try:
-                    future.result()
-                except ServeError as error:
-                    raise ServeError(f"{error}{self._stage_log(name)}") from error
+                waiting.remove(future)
+                future.result()
 
     def _ready(self, seconds: float) -> Ready:
         host = _dialled(self._options.host)
@@ -312,10 +309,6 @@ class Launcher:
 
     def _log_tail(self) -> str:
         return rundir.tail(self._dir / "logs" / "tritonserver.log")
-
-    def _stage_log(self, name: str) -> str:
-        lines = rundir.tail(self._dir / "logs" / f"{name}.log")
-        return f"\nlast lines of its worker:\n{lines}" if lines else ""
 
 
 def _dialled(host: str) -> str:

@@ -63,8 +63,9 @@ class StageModel:
         """Answers each through its response sender."""
         for request in requests:
             request_id = next(self._ids)
-            self._emitter.open(request_id, StageSink(self._pb, request), stream=True)
             tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+            # One response for a prefill, so that /generate can ask for it too; a decode streams.
+            self._emitter.open(request_id, StageSink(self._pb, request), stream="kv_tokens" in tensors)
             self._calls.submit(self._answer, request_id, tensors)
 
     def finalize(self) -> None:

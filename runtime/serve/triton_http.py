@@ -70,7 +70,10 @@ class TritonControl:
 
 
 def _reason(body: bytes) -> str:
+    """What a model said went wrong, without the server's words around it and the Python frames behind."""
     try:
-        return str(json.loads(body)["error"])
+        text = str(json.loads(body)["error"])
     except (ValueError, KeyError, TypeError):
         return body[:500].decode("utf-8", "replace")
+    _, said, message = text.partition("TritonModelException: ")
+    return message.partition("\n\nAt:\n")[0].strip() if said else text

@@ -91,8 +91,8 @@ class WorkerProcess:
             return ready
         took_long = self._deaths == 0
         self.stop(grace_s=0.0)
-        why = f"was not ready within {timeout_s:g} s" if took_long else "ended while it started"
-        raise EngineError(f"{self._command.instance}: its worker {why}\n{tail(self._command.log_path)}")
+        why = f"was not ready within {timeout_s:g} s" if took_long else "could not start"
+        raise EngineError(f"{self._command.instance}: its worker {why}: {_last_words(self._command.log_path)}")
 
     def stop(self, *, grace_s: float) -> None:
         """Ends the worker: by closing its input, then by signal. Idempotent."""
@@ -111,6 +111,7 @@ class WorkerProcess:
             process = self._spawn()
             generation = self._await_ready(process)
             code = process.wait()
+            _close_pipes(process)
             with self._changed:
                 self._ready, self._process = None, None
                 self._deaths += 1
@@ -175,12 +176,26 @@ def worker_environment(base: Mapping[str, str]) -> dict[str, str]:
     return env
 
 
+def _last_words(log_path: Path) -> str:
+    """The error a worker ended with; without one, the end of its log."""
+    end = tail(log_path)
+    errors = [line.partition(" ERROR ")[2] for line in end.splitlines() if " ERROR " in line]
+    return errors[-1] if errors else end or "it wrote no log"
+
+
 def _worker_preexec() -> None:
     die_with_parent(signal.SIGKILL)
     # A stub ignores or blocks signals its worker must get.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, signal.SIG_DFL)
+
+
+def _close_pipes(process: subprocess.Popen[bytes]) -> None:
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(OSError):
+                pipe.close()
 
 
 def _end(process: subprocess.Popen[bytes], grace_s: float) -> None:

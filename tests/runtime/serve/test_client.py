@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import socket
+
+import pytest
+from tritonclient.utils import InferenceServerException
+
+from trtpd.errors import NoInstanceError, RequestError, SaturatedError, ServeError
+from trtpd.runtime.serve.client import _translated, generate, status
+
+
+@pytest.fixture
+def closed_url():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    return f"127.0.0.1:{port}"
+
+
+def test_a_refused_connection_names_the_url_and_the_mend(closed_url):
+    with pytest.raises(ServeError, match=rf"no server at {closed_url}.*trtpd serve BUILD"):
+        status(closed_url)
+    with pytest.raises(ServeError, match=closed_url):
+        next(iter(generate(closed_url, prompt="x")))
+
+
+@pytest.mark.parametrize(
+    ("message", "kind"),
+    [
+        ("code=saturated retry_after_s=2.5 queue full", SaturatedError),
+        ("code=no_instance no prefill instance", NoInstanceError),
+        ("code=deadline took too long", ServeError),
+        ("something else\nTraceback", ServeError),
+    ],
+)
+def test_codes_in_the_servers_message_become_errors_of_ours(message, kind):
+    error = _translated(InferenceServerException(message), "host:1")
+    assert type(error) is kind
+    assert "Traceback" not in str(error)
+    if isinstance(error, SaturatedError):
+        assert error.retry_after_s == 2.5
+
+
+def test_a_refused_request_is_the_requests_fault():
+    error = InferenceServerException("max_tokens is 0", status="StatusCode.INVALID_ARGUMENT")
+    assert isinstance(_translated(error, "host:1"), RequestError)
+
+
+def test_values_that_do_not_fit_their_type_are_bad_input(closed_url):
+    with pytest.raises(RequestError, match="max_tokens is 99999999999"):
+        next(iter(generate(closed_url, prompt="x", max_tokens=99999999999)))
+    with pytest.raises(RequestError, match="text_input"):
+        next(iter(generate(closed_url, prompt="\ud800")))

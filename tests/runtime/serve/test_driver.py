@@ -1,0 +1,249 @@
+"""The driver with the real RouterCore, a link in memory, and instances that the test plays."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+
+import pytest
+
+from trtpd.runtime.core import events as core
+from trtpd.runtime.core.policy import Policy
+from trtpd.runtime.core.router import RouterCore
+from trtpd.runtime.engine.base import Sampling
+from trtpd.runtime.serve.driver import Driver, Prepared
+from trtpd.runtime.serve.metrics import Metrics
+from trtpd.runtime.serve.sinks import CollectSink
+from trtpd.runtime.worker.messages import CancelWork, SubmitWork, WireError
+
+WAIT_S = 20.0
+PROMPT = tuple(b"Say it: ")
+
+
+class MemoryLink:
+    """RouterLink without sockets. `tell` plays a leader; what the driver sends is in `sent`."""
+
+    epoch = "e1"
+
+    def __init__(self, wake) -> None:
+        self.wake = wake
+        self.inbox: deque[core.Event] = deque()
+        self.sent: queue.Queue = queue.Queue()
+        self.refuse = False
+
+    def start(self) -> None: ...
+
+    def drain(self):
+        while self.inbox:
+            yield self.inbox.popleft()
+
+    def send(self, instance, message) -> bool:
+        if self.refuse:
+            raise WireError("a SubmitWork of 99 bytes is longer than a message may have")
+        self.sent.put((instance, message))
+        return True
+
+    def peers(self):
+        return []
+
+    def check(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def tell(self, event: core.Event) -> None:
+        self.inbox.append(event)
+        self.wake()
+
+    def expect(self, kind):
+        """The next message of this kind and whom it went to."""
+        while True:
+            instance, message = self.sent.get(timeout=WAIT_S)
+            if isinstance(message, kind):
+                return instance, message
+
+
+class Discard:
+    def add(self, *_) -> None: ...
+
+    observe = set = add
+
+
+class LeavingSink(CollectSink):
+    def left(self) -> bool:
+        return True
+
+
+def hello(name: str) -> core.Hello:
+    return core.Hello(
+        instance=name,
+        generation=f"{name}-g1",
+        role="mixed",
+        model="m",
+        fingerprint="f",
+        pairing_key="k",
+        host="h",
+        kv_blocks=64,
+        tokens_per_block=16,
+        max_seq_tokens=512,
+        max_batch=8,
+        bytes_per_token=8,
+        prefill_tokens_per_s=1e6,
+    )
+
+
+class Bench:
+    """A driver with its link, and the mixed instances `a` and `b` at the other end of it."""
+
+    def __init__(self, text) -> None:
+        self.fatal: list[BaseException] = []
+        self.died = threading.Event()
+        self.router = RouterCore(Policy(no_instance_grace_s=0.05))
+        self.driver = Driver(self.router, self._make_link, text, Metrics(Discard(), "m"), on_fatal=self._on_fatal)
+
+    def _make_link(self, wake):
+        self.link = MemoryLink(wake)
+        return self.link
+
+    def _on_fatal(self, error):
+        self.fatal.append(error)
+        self.died.set()
+
+    def submit(self, *, sink=None, **changes):
+        sink = sink or CollectSink()
+        prepared = {"prompt_ids": PROMPT, "max_tokens": 64, "sampling": Sampling(seed=9), "deadline_s": 60.0}
+        self.driver.submit(Prepared(**prepared | changes), sink, stream=True)
+        return sink
+
+    def say(self, instance: str, work: SubmitWork, text: bytes, *, finish=None, after: int = 0) -> None:
+        """Tokens of one step, `after` tokens of this attempt having come before."""
+        tokens = core.Tokens(
+            request_id=work.request.request_id,
+            attempt=work.request.attempt,
+            first_index=work.request.first_index + after,
+            ids=tuple(text),
+            finish=finish,
+        )
+        load = core.Load(kv_blocks_free=60)
+        self.link.tell(core.Step(instance=instance, generation=f"{instance}-g1", events=(tokens,), load=load))
+
+
+@pytest.fixture
+def bench(bytewise):
+    made = Bench(bytewise)
+    made.driver.start()
+    made.link.tell(hello("a"))
+    made.driver.wait_for(["a"], WAIT_S)
+    yield made
+    made.driver.stop()
+
+
+def ended(sink):
+    outcome = sink.wait(WAIT_S)
+    assert outcome is not None, "the client never got its last response"
+    return outcome
+
+
+def test_an_answer_comes_as_text_with_its_end_and_timeline(bench):
+    sink = bench.submit()
+    instance, work = bench.link.expect(SubmitWork)
+    assert (instance, work.request.prompt_ids, work.request.sampling.seed) == ("a", PROMPT, 9)
+    bench.say("a", work, "héllo".encode(), finish="stop")
+    outcome = ended(sink)
+    assert (outcome.text, outcome.end.finish_reason) == ("héllo", "stop")
+    assert '"prefill":"a"' in outcome.end.timeline
+
+
+def test_a_prompt_that_is_to_come_back_stands_before_the_answer(bench):
+    sink = bench.submit(echo=True)
+    _, work = bench.link.expect(SubmitWork)
+    bench.say("a", work, b"x", finish="length")
+    assert ended(sink).text == "Say it: x"
+
+
+def test_a_stop_string_ends_the_answer_and_the_work_for_it(bench):
+    sink = bench.submit(stops=("END",))
+    _, work = bench.link.expect(SubmitWork)
+    bench.say("a", work, b"text E")
+    bench.say("a", work, b"ND and more", after=6)
+    outcome = ended(sink)
+    assert (outcome.text, outcome.end.finish_reason) == ("text ", "stop")
+    assert bytes(outcome.ids) == b"text END"
+    assert bench.link.expect(CancelWork)[1].request_id == work.request.request_id
+
+
+def test_after_a_loss_the_next_instance_continues_from_what_the_client_has(bench):
+    sink = bench.submit()
+    _, work = bench.link.expect(SubmitWork)
+    bench.link.tell(hello("b"))
+    bench.say("a", work, b"one ")
+    bench.link.tell(core.Lost(instance="a", generation="a-g1", reason="killed"))
+    instance, again = bench.link.expect(SubmitWork)
+    assert (instance, again.request.first_index) == ("b", 4)
+    assert again.request.prompt_ids == (*PROMPT, *b"one ")
+    bench.say("b", again, b"two", finish="stop")
+    outcome = ended(sink)
+    assert outcome.text == "one two"
+    assert bytes(outcome.ids) == b"one two"
+
+
+def test_without_an_instance_the_client_is_told_so_for_machines_to_read(bench):
+    bench.link.tell(core.Lost(instance="a", generation="a-g1", reason="killed"))
+    time.sleep(0.1)  # longer than the policy's grace
+    outcome = ended(bench.submit())
+    assert outcome.end.failure.status == "UNAVAILABLE"
+    assert outcome.end.failure.message.startswith("code=no_instance ")
+
+
+def test_a_client_that_leaves_has_its_work_cancelled(bench):
+    sink = bench.submit(sink=LeavingSink())
+    _, work = bench.link.expect(CancelWork)
+    assert work.request_id == 1
+    assert ended(sink).end.cancelled
+
+
+def test_a_request_too_long_for_the_wire_is_refused_alone(bench):
+    bench.link.refuse = True
+    outcome = ended(bench.submit())
+    assert outcome.end.failure.status == "INVALID_ARG"
+    assert "longer than" in outcome.end.failure.message
+    assert not bench.fatal
+
+
+def test_a_broken_router_tells_every_client_and_ends(bench, monkeypatch):
+    first = bench.submit()
+    bench.link.expect(SubmitWork)
+    monkeypatch.setattr(bench.router, "handle", lambda *_: 1 / 0)
+    second = bench.submit()
+    assert bench.died.wait(WAIT_S)
+    assert isinstance(bench.fatal[0], ZeroDivisionError)
+    for sink in (first, second, bench.submit()):
+        assert ended(sink).end.failure.status in ("INTERNAL", "UNAVAILABLE")
+
+
+def test_draining_refuses_new_requests_and_cuts_what_runs_at_its_end(bench):
+    running = bench.submit()
+    _, work = bench.link.expect(SubmitWork)
+    bench.driver.drain(time.monotonic() + 1e6)
+    assert "shutting_down" in ended(bench.submit()).end.failure.message
+    bench.driver.drain(time.monotonic() - 1.0)
+    assert "shutting_down" in ended(running).end.failure.message
+    assert bench.link.expect(CancelWork)[1].request_id == work.request.request_id
+
+
+def test_stopping_leaves_no_client_without_an_end(bench):
+    sink = bench.submit()
+    bench.link.expect(SubmitWork)
+    bench.driver.stop()
+    assert ended(sink).end.failure.status == "UNAVAILABLE"
+
+
+def test_status_says_who_is_there_and_what_runs(bench):
+    bench.submit()
+    bench.link.expect(SubmitWork)
+    status = bench.driver.status()
+    assert status["requests_in_flight"] == 1
+    assert status["instances"]["a"]["state"] == "ready"
+    assert status["instances"]["a"]["requests"] == 1
+    assert status["epoch"] == "e1"

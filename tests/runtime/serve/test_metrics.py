@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+from collections import defaultdict
+
+from trtpd.runtime.core.lifecycle import AttemptRecord, Instant, Timeline
+from trtpd.runtime.serve.metrics import Metrics
+from trtpd.runtime.serve.timeline import report
+
+
+class Recorder:
+    """Sums like Triton's metrics, by name and labels behind the model's."""
+
+    def __init__(self) -> None:
+        self.sums: defaultdict = defaultdict(float)
+        self.observed: defaultdict = defaultdict(list)
+        self.gauges: dict = {}
+        self.sets = 0
+
+    def add(self, name, labels, value):
+        assert value >= 0, "a counter never falls"
+        self.sums[(name, *labels[1:])] += value
+
+    def observe(self, name, labels, value):
+        self.observed[name].append(value)
+
+    def set(self, name, labels, value):
+        self.gauges[(name, *labels[1:])] = value
+        self.sets += 1
+
+
+def timeline():
+    attempt = AttemptRecord(
+        number=1, kind="pair", prefill="p", decode="d", why="", bytes_moved=100, transfer_s=2.0, exposed_s=1.0
+    )
+    at = {Instant.ARRIVED: 0.0, Instant.FIRST_TOKEN: 0.5, Instant.LAST_TOKEN: 1.5}
+    record = Timeline(request_id=1, prompt_tokens=7, output_tokens=3, instants=at, attempts=[attempt, attempt])
+    return report(record, finish="stop", second_token_s=1.0)
+
+
+def test_an_ended_request_is_counted_once_in_every_family():
+    recorder = Recorder()
+    metrics = Metrics(recorder, "m")
+    metrics.ended(timeline(), state="finished", reason="stop")
+    metrics.flush()
+    metrics.flush()
+    assert recorder.sums["trtpd_requests_total", ("reason", "stop"), ("state", "finished")] == 1
+    assert recorder.sums["trtpd_output_tokens_total",] == 3
+    assert recorder.sums["trtpd_transfer_bytes_total",] == 100
+    assert recorder.sums["trtpd_retries_total",] == 1
+    assert recorder.observed == {"trtpd_ttft_seconds": [0.5], "trtpd_tpot_seconds": [0.5]}
+
+
+def test_a_gauge_goes_out_only_when_it_changed():
+    recorder = Recorder()
+    metrics = Metrics(recorder, "m")
+    view = {"name": "a", "kv_blocks_free": 5, "running": 1}
+    for _ in range(3):
+        metrics.gauges({"requests": {"decoding": 2}, "queued": 0, "instances": [view]}, up=["a"])
+        metrics.flush()
+    assert recorder.gauges["trtpd_requests_in_flight",] == 2
+    assert recorder.gauges["trtpd_instance_up", ("instance", "a")] == 1
+    assert recorder.sets == len(recorder.gauges)

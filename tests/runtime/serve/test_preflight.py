@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+
+from trtpd.build.manifest import Manifest, RoleEntry
+from trtpd.errors import InputError, ServeError
+from trtpd.kv_transfer.layout import KVLayout
+from trtpd.runtime.serve import preflight
+from trtpd.runtime.serve.launcher import models_of
+from trtpd.runtime.serve.preflight import Ports, check_ports, check_shared_memory
+
+HOST = "127.0.0.1"
+
+
+def test_port_0_becomes_a_free_port_and_no_two_are_equal():
+    ports = check_ports(HOST, Ports(http=0, grpc=0, metrics=0))
+    assert len({ports.http, ports.grpc, ports.metrics, 0}) == 4
+
+
+def test_a_port_in_use_is_named_with_its_holder_and_the_mend():
+    with socket.create_server((HOST, 0)) as busy:
+        port = busy.getsockname()[1]
+        with pytest.raises(ServeError, match=rf"port {port} .*pid {os.getpid()}.*--grpc PORT"):
+            check_ports(HOST, Ports(http=0, grpc=port, metrics=0))
+
+
+def test_equal_ports_are_bad_input():
+    with pytest.raises(InputError, match="must differ"):
+        check_ports(HOST, Ports(http=7001, grpc=7001, metrics=0))
+
+
+def test_a_host_that_is_not_ours_is_refused():
+    with pytest.raises(ServeError, match=r"203\.0\.113\.1"):
+        check_ports("203.0.113.1", Ports(http=0, grpc=0, metrics=0))
+
+
+def manifest():
+    layout = KVLayout(num_layers=1, kv_heads=1, head_dim=4, tokens_per_block=4, dtype="f32")
+    roles = {
+        role: RoleEntry(
+            directory=role, fingerprint="f", engine="emulated", precision="f32", layout=layout, instances=names
+        )
+        for role, names in {"prefill": ("prefill_0",), "decode": ("decode_0", "decode_1")}.items()
+    }
+    return Manifest(format=1, trtpd="0", model="m", pair_fingerprint="p", roles=roles, settings={})
+
+
+def test_the_router_model_is_loaded_last():
+    assert models_of(manifest(), ()) == ["prefill_0", "decode_0", "decode_1", "pd"]
+    assert models_of(manifest(), ("pd", "decode_1")) == ["decode_1", "pd"]
+
+
+def test_a_model_the_build_does_not_have_is_refused_with_those_it_has():
+    with pytest.raises(InputError, match=r"decode_7.*prefill_0, decode_0, decode_1, pd"):
+        models_of(manifest(), ("decode_7",))
+
+
+def test_too_little_shared_memory_is_told_in_numbers(tmp_path, monkeypatch):
+    monkeypatch.setattr(preflight, "pool_bytes", lambda *_: {"decode_0": 1 << 50})
+    with pytest.raises(ServeError, match=r"/dev/shm has .* MB free, serving needs .* MB.*shm-size"):
+        check_shared_memory(tmp_path, manifest(), ["decode_0"])

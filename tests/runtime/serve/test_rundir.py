@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from trtpd.runtime.serve import rundir
+from trtpd.runtime.serve.processes import Identity, own_identity, start_ticks
+
+
+@pytest.fixture
+def places(tmp_path, monkeypatch):
+    """Temporary files and shared memory of this test alone."""
+    shm = tmp_path / "shm"
+    shm.mkdir()
+    monkeypatch.setattr(rundir, "SHM_DIR", shm)
+    monkeypatch.setattr(rundir.tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def ended():
+    """The identity of a process that has ended."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        ticks = start_ticks(process.pid)
+        assert ticks is not None
+    return Identity(process.pid, ticks)
+
+
+def test_a_run_directory_is_private_and_short_enough_for_sockets(places):
+    path = rundir.make_run_dir()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    assert len(str(path / "router.ipc")) <= 107
+    rundir.remove(path)
+    assert not path.exists()
+
+
+def test_only_what_a_launcher_left_that_is_gone_is_swept(places, ended):
+    mine = rundir.make_run_dir()
+    stale = places / f"trtpd-run.{ended.pid}.{ended.start_ticks}.abc"
+    (stale / "logs").mkdir(parents=True)
+    stale_region = places / "shm" / f"trtpd-triton.{ended.pid}.{ended.start_ticks}.uuid"
+    my_region = places / "shm" / f"{rundir.region_prefix()}uuid"
+    strange = places / "shm" / "trtpd-triton.someone-else"
+    for region in (stale_region, my_region, strange):
+        region.write_bytes(b"x")
+    assert sorted(rundir.sweep_leftovers()) == sorted([stale.name, stale_region.name])
+    assert all(path.exists() for path in (mine, my_region, strange))
+    assert rundir.sweep_regions(rundir.region_prefix()) == [my_region.name]
+    assert strange.exists()
+
+
+def test_a_pid_given_to_another_process_is_not_the_former_one():
+    me = own_identity()
+    assert me.alive
+    assert not Identity(me.pid, me.start_ticks + 1).alive
+
+
+def test_a_stub_is_known_until_forgotten(places):
+    run_dir = rundir.make_run_dir()
+    assert rundir.stub_of(run_dir, "pd") is None
+    rundir.note_stub(run_dir, "pd")
+    assert rundir.stub_of(run_dir, "pd") == own_identity()
+    rundir.forget_stub(run_dir, "pd")
+    assert rundir.stub_of(run_dir, "pd") is None
+
+
+def test_the_drains_end_reaches_the_models(places):
+    run_dir = rundir.make_run_dir()
+    assert rundir.drain_until_s(run_dir) is None
+    rundir.announce_drain(run_dir, 12.5)
+    assert rundir.drain_until_s(run_dir) == 12.5
+
+
+def test_the_tail_of_a_log_is_its_last_lines(places):
+    log = places / "log"
+    log.write_text("".join(f"line {i}\n" for i in range(100)))
+    assert rundir.tail(log, 2) == "line 98\nline 99"
+    assert rundir.tail(places / "none") == ""
