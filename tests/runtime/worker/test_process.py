@@ -14,10 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
-from trtpd_testing.emulated_build import write_build
+from trtpd_testing.emulated_build import engine_config, write_build
 from trtpd_testing.mini_router import MiniRouter, make_request
 
+from trtpd.build.manifest import write_json
 from trtpd.kv_transfer.pool import sweep
 from trtpd.runtime.core import events as core
 from trtpd.runtime.engine.base import RequestKind
@@ -214,6 +216,15 @@ def test_what_can_not_start_says_why_in_one_line(host, instance, changes, code, 
     status, errors = host.fails(*host.arguments(instance, *more))
     assert status == code
     assert reason in errors
+    assert len(errors.splitlines()) == 1
+
+
+def test_an_engine_built_with_another_version_is_refused_with_the_mend(host):
+    config = msgspec.structs.replace(engine_config("decode"), versions={"trtpd": "0.0.1"})
+    write_json(host.build / "decode" / "config.json", config)
+    status, errors = host.fails(*host.arguments("decode_0"))
+    assert status == 1
+    assert "0.0.1" in errors
     assert len(errors.splitlines()) == 1
 
 
