@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from trtpd_testing.harness import Server, ask
@@ -89,7 +90,7 @@ def nothing_is_held(server: Server) -> None:
 
 
 def test_a_seeded_sample_is_the_same_colocated_and_disaggregated(pair: Server, mixed: Server) -> None:
-    inputs = {
+    inputs: dict[str, Any] = {
         "text_input": "The strangest thing about the island was",
         "max_tokens": 32,
         "temperature": 0.9,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
+from typing import Any
 
 import pytest
 from trtpd_testing.harness import Server, ask
@@ -25,7 +26,7 @@ def generate(server: Server, body: dict | bytes, *, path: str = "generate") -> t
         return error.code, error.read().decode()
 
 
-BAD = {
+BAD: dict[str, tuple[dict[str, Any], str]] = {
     "an empty prompt": ({"text_input": ""}, "empty"),
     "no prompt": ({}, "text_input"),
     "both prompts": ({"text_input": TEXT, "messages": "[]"}, "messages"),

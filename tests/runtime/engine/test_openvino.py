@@ -16,6 +16,7 @@ from tests.runtime.engine import tiny
 from tests.runtime.engine.driver import Driver, prompt, request
 
 from trtpd.build.backends.openvino import WEIGHTS_FILE
+from trtpd.build.machine import import_openvino
 from trtpd.errors import EngineError
 from trtpd.runtime.core.events import Rejected
 from trtpd.runtime.engine import ov, selftest
@@ -70,7 +71,7 @@ def test_an_engine_whose_steps_keep_failing_gives_up(directory, monkeypatch):
 
 def test_telemetry_is_not_imported():
     code = (
-        "import sys; from trtpd.runtime.engine.ov import import_openvino; import_openvino();"
+        "import sys; from trtpd.build.machine import import_openvino; import_openvino();"
         "sys.exit('openvino_telemetry.main' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
@@ -90,7 +91,7 @@ def test_a_kv_type_the_cpu_lacks_is_refused(directory):
 
 
 def test_the_self_test_notices_kv_the_cpu_gets_wrong():
-    openvino = ov.import_openvino()
+    openvino = import_openvino()
     shape = {"heads": 4, "kv_heads": 2, "head_dim": 16, "threads": 1}
     selftest.check_paged_attention(openvino, kv_dtype="f32", **shape)
     if "BF16" in ov.cpu_capabilities(openvino):
