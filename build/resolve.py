@@ -90,26 +90,18 @@ def resolve(
     room_tokens = _room_tokens(spec, pools, layouts, architecture, machine)
     max_seq_tokens = spec.kv.max_seq_tokens or _longest(pools, layouts, room_tokens, architecture)
     cores = _cores(pools, machine)
-    tpot_ms = spec.slo.tpot_ms
+    tpot_s = spec.slo.tpot_ms / 1000 if spec.slo.tpot_ms else None
     roles: dict[RoleName, ResolvedRole] = {}
     for role, pool in pools.items():
-        names = tuple(f"{role}_{index}" for index in range(pool.instances))
         room = RoleRoom(cores=cores[role], instances=pool.instances, kv_tokens=room_tokens[role])
-        profile = profile_for(
-            role,
-            _wishes(pool),
-            room,
-            layouts[role],
-            tpot_s=tpot_ms / 1000 if tpot_ms else None,
-            measure=measure,
-        )
+        names = tuple(f"{role}_{index}" for index in range(pool.instances))
         roles[role] = ResolvedRole(
             role=role,
             instances=names,
             tp=pool.tp,
             precision=_precision(spec, pool, machine),
             layout=layouts[role],
-            profile=profile,
+            profile=profile_for(role, _wishes(pool), room, layouts[role], tpot_s=tpot_s, measure=measure),
             cores=dict(zip(names, split_cores(cores[role], len(names)), strict=True)) if names else {},
         )
     return ResolvedPipeline(

@@ -5,6 +5,7 @@ What a transport adds is a Carrier per pull: how its bytes come, and how its sou
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from trtpd.kv_transfer.base import Key, PullResult
 from trtpd.kv_transfer.leases import SinkLease
 from trtpd.kv_transfer.offer import Chunk, Seal
 from trtpd.kv_transfer.pull import Pull
+
+log = logging.getLogger("trtpd.kv_transfer")
 
 WATCH_S = 0.25
 IDLE_S = 2.0
@@ -172,7 +175,9 @@ class Puller:
             pull = task.pull
             if now_s >= task.lease.due_s():
                 self._renew(task)
-            if pull.fault is None and not pull.sealed and task.carrier.gone():
+            if pull.fault is None and not task.lease.holds(self._clock()):
+                pull.fault = self._lapsed(task)
+            elif pull.fault is None and not pull.sealed and task.carrier.gone():
                 pull.fault = PeerGoneError(
                     f"{pull.offer.instance} has died before the KV of request {pull.key[0]} was complete:"
                     " prefill it elsewhere"
@@ -187,23 +192,29 @@ class Puller:
 
     def _advance(self, task: _Task) -> None:
         """One piece, or the end. Only this thread ends a task, so then its blocks are at rest."""
+        error: TransferError | None = None
+        try:
+            ended = self._step(task)
+        except TransferError as failure:
+            ended, error = True, failure
+        except Exception as failure:  # noqa: BLE001 - one pull's failure must not end the others
+            ended, error = True, _internal(failure)
+        if ended:
+            self._finish(task, error)
+
+    def _step(self, task: _Task) -> bool:
+        """True if the pull has ended: it is aborted, or all of it is there and may be used."""
         pull = task.pull
         if pull.aborted:
-            self._finish(task, None)
-            return
-        try:
-            if pull.fault is not None:
-                raise pull.fault
+            return True
+        if pull.fault is not None:
+            raise pull.fault
+        self._check(task)
+        if piece := pull.piece(self._piece_blocks):
+            self._copy(task, piece)
+        if pull.complete:
             self._check(task)
-            if piece := pull.piece(self._piece_blocks):
-                self._copy(task, piece)
-            if pull.complete:
-                self._check(task)
-                self._finish(task, None)
-        except TransferError as error:
-            self._finish(task, error)
-        except Exception as error:  # noqa: BLE001 - one pull's failure must not end the others
-            self._finish(task, _internal(error))
+        return pull.complete
 
     def _copy(self, task: _Task, piece: range) -> None:
         began_s = time.monotonic()
@@ -217,10 +228,11 @@ class Puller:
     def _check(self, task: _Task) -> None:
         """Never skipped before copied KV is used. Raises LeaseError."""
         if not task.lease.holds(self._clock()):
-            raise LeaseError(
-                f"the lease on the KV of request {task.pull.key[0]} ended during its pull: prefill it again"
-            )
+            raise self._lapsed(task)
         task.carrier.check()
+
+    def _lapsed(self, task: _Task) -> LeaseError:
+        return LeaseError(f"the lease on the KV of request {task.pull.key[0]} ended during its pull: prefill it again")
 
     def _finish(self, task: _Task, error: TransferError | None) -> None:
         task.carrier.close()
@@ -238,6 +250,7 @@ def _urgency(task: _Task) -> int:
 
 def _internal(error: Exception) -> TransferError:
     """A bug of ours as the end of a pull."""
+    log.error("a pull failed by a bug of ours", exc_info=error)
     failure = TransferError(f"a bug in the sink: {type(error).__name__}: {error}")
     failure.retryable = False
     failure.code = InternalError.code

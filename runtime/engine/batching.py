@@ -24,9 +24,7 @@ class StepLimits:
     def __post_init__(self) -> None:
         for name in ("max_step_tokens", "chunk_tokens", "max_batch"):
             if getattr(self, name) < 1:
-                raise EngineError(
-                    f"step limits: {name} is {getattr(self, name)}; it must be at least 1. Build again"
-                )
+                raise EngineError(f"step limits: {name} is {getattr(self, name)}; it must be at least 1. Build again")
 
     @property
     def max_running(self) -> int:

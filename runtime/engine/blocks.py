@@ -149,9 +149,7 @@ class BlockAllocator:
         """Changes what the owner may grow to. False, and no change, if that is more than is available."""
         holding = self._holdings[owner]
         if peak < len(holding.blocks):
-            raise InternalError(
-                f"{owner!r} has {len(holding.blocks)} blocks, more than the new peak of {peak}"
-            )
+            raise InternalError(f"{owner!r} has {len(holding.blocks)} blocks, more than the new peak of {peak}")
         if peak - holding.peak > self.available_blocks:
             return False
         self._promised += peak - holding.peak

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from trtpd.build.manifest import EngineConfig, read_engine_config
+from trtpd.build.manifest import EngineConfig, check_loadable, read_engine_config
 from trtpd.errors import EngineError
 from trtpd.runtime.engine.base import Engine
 
@@ -25,21 +25,25 @@ def load_engine(directory: Path, *, pool_name: str, generation: str) -> Engine:
         )
     if (config.tp, config.layout.tp, config.layout.pp) != (1, 1, 1):
         raise EngineError(
-            f"{directory} was built for tp {config.tp} and pp {config.layout.pp}; an engine is one rank in this "
-            "version: set tp: 1 and build again"
+            f"{directory} was built for tp {config.tp} and pp {config.layout.pp}; an engine is one rank in "
+            "this version: set tp: 1 and build again"
         )
     return constructor(config, directory, pool_name, generation)
 
 
 def _openvino(config: EngineConfig, directory: Path, pool_name: str, generation: str) -> Engine:
     from trtpd.runtime.engine import openvino
+    from trtpd.runtime.engine.ov import import_openvino
 
+    import_openvino()  # our way, before the check imports it
+    check_loadable(config)
     return openvino.load(config, directory, pool_name=pool_name, generation=generation)
 
 
 def _emulated(config: EngineConfig, directory: Path, pool_name: str, generation: str) -> Engine:
     from trtpd.runtime.engine import emulated
 
+    check_loadable(config)
     return emulated.load(config, directory, pool_name=pool_name, generation=generation)
 
 

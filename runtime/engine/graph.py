@@ -68,8 +68,7 @@ class Paging:
         attends."""
         shape = [-1, self._kv_heads, TOKENS_PER_BLOCK, self._head_dim]
         caches = [
-            named(self._ops.parameter(shape, self._kv_type), name)
-            for name in (key_input(layer), value_input(layer))
+            named(self._ops.parameter(shape, self._kv_type), name) for name in (key_input(layer), value_input(layer))
         ]
         inputs = [query, key, value, *caches, *self.parameters[: len(PAGING_INPUTS)], *self._constants()]
         node = self._node([tensor.output(0) for tensor in inputs])
@@ -128,8 +127,7 @@ class _Llama:
             kv_dtype=kv_dtype,
         )
         self._ids, self._positions, self._sample_rows = (
-            named(self._ops.parameter([-1], openvino.Type.i32), name)
-            for name in ("ids", "positions", "sample_rows")
+            named(self._ops.parameter([-1], openvino.Type.i32), name) for name in ("ids", "positions", "sample_rows")
         )
         cos, sin = (self._rows(self._constant(t), self._positions) for t in tables(architecture, positions))
         self._cos, self._sin = (self._ops.unsqueeze(t, self._ops.constant(np.int32(1))) for t in (cos, sin))

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trtpd.build.backends.openvino import WEIGHTS_FILE
 from trtpd.build.manifest import EngineConfig
 from trtpd.errors import EngineError
 from trtpd.kv_transfer.layout import KVDtype
@@ -24,8 +25,6 @@ from trtpd.runtime.engine.selftest import check_paged_attention
 from trtpd.runtime.engine.shell import ScheduledEngine
 from trtpd.runtime.engine.step_inputs import StepInputs
 from trtpd.runtime.engine.weights import Weights
-
-WEIGHTS_FILE = "rank0.safetensors"
 
 
 def load(config: EngineConfig, directory: Path, *, pool_name: str, generation: str) -> ScheduledEngine:

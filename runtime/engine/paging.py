@@ -99,9 +99,7 @@ class EngineKV:
         self._allocator.check_integrity()
         expected = sequences | self._reserved_tokens.keys()
         if self._allocator.owners() != expected or sequences & self._reserved_tokens.keys():
-            raise InternalError(
-                f"blocks are held by {set(self._allocator.owners())}, expected {set(expected)}"
-            )
+            raise InternalError(f"blocks are held by {set(self._allocator.owners())}, expected {set(expected)}")
 
     def close(self) -> None:
         self._pool.close()

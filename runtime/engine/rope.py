@@ -30,9 +30,7 @@ def _scaled(plain: F32, scaling: RopeScaling) -> F32:
     original = scaling.original_max_position_embeddings
     wavelengths = 2 * math.pi / plain
     slowed = plain / scaling.factor
-    blend = (original / wavelengths - scaling.low_freq_factor) / (
-        scaling.high_freq_factor - scaling.low_freq_factor
-    )
+    blend = (original / wavelengths - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     blended = (1 - blend) * slowed + blend * plain
     long = wavelengths > original / scaling.low_freq_factor
     short = wavelengths < original / scaling.high_freq_factor

@@ -135,8 +135,7 @@ class SequenceTable:
             decoding=tuple(self._stages[Stage.DECODING]),
             joining=tuple(self._stages[Stage.JOINING]),
             prefilling=[
-                Prefilling(key=s.key, prompt_tokens=s.prompt_tokens, done_tokens=s.done_tokens)
-                for s in prefilling
+                Prefilling(key=s.key, prompt_tokens=s.prompt_tokens, done_tokens=s.done_tokens) for s in prefilling
             ],
             waiting=[
                 Waiting(key=s.key, prompt_tokens=s.prompt_tokens, peak_blocks=blocks_for(s.peak_tokens))
@@ -146,6 +145,7 @@ class SequenceTable:
         )
 
     def load(self, *, step_s: float, step_tokens: int) -> Load:
+        """Free blocks are those neither held nor promised to what runs: what a new request may count on."""
         return Load(
             kv_blocks_free=self._kv.available_blocks,
             kv_blocks_held=sum(len(self._kv.blocks_of(key)) for key in self._stages[Stage.HELD]),

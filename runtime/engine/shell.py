@@ -108,9 +108,7 @@ class ScheduledEngine:
     def poll(self, timeout_s: float) -> StepReport:
         """See Engine. Admissions are reported before the step that begins them: then no step is run."""
         self._check_usable()
-        plan = plan_step(
-            self._sequences.plan_state(waiting_at_most=self._step_limits.max_running), self._step_limits
-        )
+        plan = plan_step(self._sequences.plan_state(waiting_at_most=self._step_limits.max_running), self._step_limits)
         self._kv.set_aside_blocks = plan.short_blocks
         began_s, step_tokens = self._clock(), 0
         if plan.admitted:
@@ -205,9 +203,7 @@ class ScheduledEngine:
         if not part.last:
             request_id, attempt = part.key
             ready_tokens = sequence.done_tokens
-            self._events.append(
-                PrefillChunk(request_id=request_id, attempt=attempt, ready_tokens=ready_tokens)
-            )
+            self._events.append(PrefillChunk(request_id=request_id, attempt=attempt, ready_tokens=ready_tokens))
         elif sequence.request.kind is RequestKind.CONTEXT_ONLY:
             self._sequences.move(part.key, Stage.PREFILLING, Stage.HELD)
             self._seal(sequence, _given(draw))
@@ -249,9 +245,7 @@ class ScheduledEngine:
     def _reject(self, keys: Sequence[Key], error: EngineError) -> None:
         for key in keys:
             self._sequences.retire(key)
-            self._events.append(
-                Rejected(request_id=key[0], attempt=key[1], code=error.code, reason=str(error))
-            )
+            self._events.append(Rejected(request_id=key[0], attempt=key[1], code=error.code, reason=str(error)))
 
 
 def _given(draw: Draw | None) -> Draw:

@@ -79,9 +79,7 @@ class Weights:
         try:
             values: npt.NDArray[Any] = self._file.get_tensor(name)
         except (OSError, SafetensorError) as error:
-            raise EngineError(
-                f"{self._path}: {name} can't be read ({error}): build this role again"
-            ) from error
+            raise EngineError(f"{self._path}: {name} can't be read ({error}): build this role again") from error
         if values.shape != shape:
             raise EngineError(
                 f"{self._path}: {name} is {list(values.shape)}, the architecture in config.json says "
@@ -94,6 +92,4 @@ class Weights:
             return values
         if values.dtype == np.uint16 and name in self._bf16:
             return (values.astype(np.uint32) << 16).view(np.float32)
-        raise EngineError(
-            f"{self._path}: {name} holds {values.dtype}, expected f32 or bf16: build this role again"
-        )
+        raise EngineError(f"{self._path}: {name} holds {values.dtype}, expected f32 or bf16: build this role again")

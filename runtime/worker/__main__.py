@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     stop = Stop(arguments.drain_s)
     reason = "stopped"
     try:
-        stop.listen()
+        stop.listen(parent=arguments.parent)
         if arguments.parent:
             die_with_parent(parent_pid)
             watch_pipe(sys.stdin.fileno(), stop.parent_gone)
@@ -73,15 +73,18 @@ class StoppedError(BaseException):
 
 
 class Stop:
-    """SIGTERM and SIGINT drain the leader; a second one, or a parent that is gone, ends it at once."""
+    """SIGTERM drains the leader; a second one, or a parent that is gone, ends it at once.
+
+    A Ctrl-C reaches every process of a terminal. A worker with a parent leaves it to that to say when to stop.
+    """
 
     def __init__(self, drain_s: float) -> None:
         self.leader: Leader | None = None
         self._grace_s = drain_s
 
-    def listen(self) -> None:
+    def listen(self, *, parent: bool) -> None:
         signal.signal(signal.SIGTERM, self._on_signal)
-        signal.signal(signal.SIGINT, self._on_signal)
+        signal.signal(signal.SIGINT, signal.SIG_IGN if parent else self._on_signal)
 
     def parent_gone(self) -> None:
         """From any thread."""

@@ -12,7 +12,14 @@ from pathlib import Path
 
 import msgspec
 
-from trtpd.build.manifest import EngineConfig, Manifest, RoleEntry, read_engine_config, read_manifest
+from trtpd.build.manifest import (
+    EngineConfig,
+    Manifest,
+    RoleEntry,
+    check_loadable,
+    read_engine_config,
+    read_manifest,
+)
 from trtpd.errors import EngineError, InputError
 from trtpd.kv_transfer.base import KVSink, KVSource, TransferSettings
 from trtpd.kv_transfer.factory import transport
@@ -79,6 +86,7 @@ def assemble(place: Place) -> Worker:
     manifest = read_manifest(place.build)
     entry = role_of(manifest, place.instance)
     config = read_engine_config(place.build / entry.directory)
+    check_loadable(config)
     settle_on_cores(entry.cores.get(place.instance) or config.profile.cores, place.instance)
     generation = fresh_id(time.time_ns(), secrets.token_hex(4))
     with ExitStack() as parts:

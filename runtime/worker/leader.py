@@ -17,7 +17,6 @@ from trtpd.errors import (
     EngineError,
     InputError,
     InternalError,
-    RequestError,
     ServeError,
     TransferError,
     TrtpdError,
@@ -27,24 +26,23 @@ from trtpd.runtime.core import events as core
 from trtpd.runtime.engine.base import (
     Engine,
     EngineEvent,
-    EngineRequest,
     PrefillBegan,
     PrefillChunk,
     PrefillDone,
     RequestKind,
 )
+from trtpd.runtime.worker.intake import Intake, NewWork, key_of
 from trtpd.runtime.worker.jobs import (
     DrainingError,
     Job,
     Stage,
-    UnsupportedError,
     is_last,
     latest_chunks,
     rejected,
     transfer_failed,
 )
 from trtpd.runtime.worker.leader_link import Dismissed, InboxItem, Registered, SessionEnded
-from trtpd.runtime.worker.local import LOCAL_IDS, LocalDesk, Snapshot, SyntheticWork, fill_synthetic
+from trtpd.runtime.worker.local import LOCAL_IDS, LocalDesk, Snapshot
 from trtpd.runtime.worker.messages import (
     CancelWork,
     DrainWork,
@@ -55,7 +53,7 @@ from trtpd.runtime.worker.messages import (
     step_message,
 )
 from trtpd.runtime.worker.offers import hand_out
-from trtpd.runtime.worker.pulls import Pulls, reserve
+from trtpd.runtime.worker.pulls import Pulls
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +97,7 @@ class Leader:
         self._engine = engine
         self._source = source
         self._pulls = Pulls(engine, sink) if sink is not None else None
+        self._intake = Intake(engine, source, self._pulls)
         self._link = link
         self._local = local
         self._clock = clock
@@ -110,8 +109,6 @@ class Leader:
         self._report_s = 0.0
         self._sweep_s = 0.0
         self._stop_s: float | None = None
-
-    # The loop
 
     def run(self) -> None:
         """Turns until `request_stop` and then until idle or out of grace.
@@ -216,9 +213,7 @@ class Leader:
         self._load, self._report_s = load, now_s + REPORT_EVERY_S
         self._link.send(step_message(events, load), self._session)
 
-    # Commands
-
-    def apply(self, command: SubmitWork | PullWork | SyntheticWork | WithdrawWork | CancelWork | DrainWork) -> None:
+    def apply(self, command: NewWork | WithdrawWork | CancelWork | DrainWork) -> None:
         """Carries out one command. What it brings about goes out with the step's message."""
         if isinstance(command, DrainWork):
             self.draining = True
@@ -229,55 +224,26 @@ class Leader:
         else:
             self._start(command)
 
-    def _start(self, command: SubmitWork | PullWork | SyntheticWork) -> None:
-        key = _key(command)
+    def _start(self, command: NewWork) -> None:
+        key = key_of(command)
         if key in self._jobs:
             log.error("a %s for %s, which is under way already; ignored", type(command).__name__, key)
             return
         try:
             if self.draining:
                 raise DrainingError("this instance is draining and takes no new work")
-            self._begin(command)
+            self._jobs[key] = self._intake.begin(command, now_s=self._clock())
         except TransferError as error:
             self._emit(transfer_failed(key, error.code, str(error), error.retryable))
         except TrtpdError as error:
             self._emit(rejected(key, error))
-
-    def _begin(self, command: SubmitWork | PullWork | SyntheticWork) -> None:
-        deadline_s = self._clock() + command.deadline_in_s
-        if isinstance(command, SubmitWork):
-            if command.request.kind is RequestKind.GENERATION_ONLY:
-                raise RequestError("generation_only work needs an offer to pull; send PullWork")
-            if command.request.kind is RequestKind.CONTEXT_ONLY and self._source is None:
-                raise UnsupportedError("this instance hands no KV to others; it can't prefill for them")
-            self._engine.submit(command.request)
-            self._jobs[command.request.key] = Job(command.request, deadline_s, Stage.RUNNING)
-        elif isinstance(command, SyntheticWork):
-            self._begin_synthetic(command.request)
-            self._jobs[command.request.key] = Job(command.request, deadline_s, Stage.RUNNING)
         else:
-            if self._pulls is None:
-                raise UnsupportedError("this instance takes no KV from others; it can't decode for them")
-            self._pulls.begin(command)
-            assert command.request is not None
-            self._jobs[command.request.key] = Job(command.request, deadline_s, Stage.PULLING)
-            self._emit(core.TransferBegun(request_id=command.request_id, attempt=command.attempt))
-            self._pulls.more(command)
-
-    def _begin_synthetic(self, request: EngineRequest) -> None:
-        kv = self._engine.kv
-        if kv is None:
-            raise UnsupportedError("this engine's KV can't be filled from outside")
-        blocks = reserve(self._engine, kv, request)
-        try:
-            fill_synthetic(kv.pool, blocks)
-            self._engine.submit(request)
-        except BaseException:
-            kv.free(request.key)
-            raise
+            if isinstance(command, PullWork):
+                self._emit(core.TransferBegun(request_id=command.request_id, attempt=command.attempt))
+                self._pull_more(command)
 
     def _pull_more(self, command: PullWork) -> None:
-        job = self._jobs.get(_key(command))
+        job = self._jobs.get(key_of(command))
         if job is not None and job.stage is Stage.PULLING and not job.ending and self._pulls is not None:
             self._pulls.more(command)
 
@@ -297,8 +263,6 @@ class Leader:
                 self._engine.release(key)
             else:
                 self._engine.cancel(key)
-
-    # What the engine, the sink and the leases report
 
     def _on_engine(self, event: EngineEvent) -> None:
         key = (event.request_id, event.attempt)
@@ -329,7 +293,10 @@ class Leader:
     def _take_pulls(self) -> None:
         if self._pulls is not None:
             for result in self._pulls.ended():
-                self._on_pulled(self._jobs[result.key], result)
+                job = self._jobs.get(result.key)
+                if job is None:
+                    raise InternalError(f"the sink reports a pull of {result.key}, which it was not given")
+                self._on_pulled(job, result)
 
     def _on_pulled(self, job: Job, result: PullResult) -> None:
         assert self._pulls is not None
@@ -402,10 +369,6 @@ class Leader:
                 self._local.on_event(event)
         elif self._session is not None:
             self._outbox.append(event)
-
-
-def _key(command: SubmitWork | PullWork | SyntheticWork) -> Key:
-    return (command.request_id, command.attempt) if isinstance(command, PullWork) else command.request.key
 
 
 def _request_id(command: SubmitWork | PullWork | WithdrawWork | CancelWork | DrainWork) -> int:

@@ -16,6 +16,7 @@ from trtpd.runtime.core import events as core
 from trtpd.runtime.worker.link import Clock, Ear, loose
 from trtpd.runtime.worker.messages import (
     HEARTBEAT_S,
+    LOST_AFTER_S,
     Envelope,
     Message,
     Refused,
@@ -29,7 +30,7 @@ from trtpd.runtime.worker.messages import (
     unpack,
 )
 from trtpd.runtime.worker.session import Session
-from trtpd.runtime.worker.sockets import SocketThread, connect, open_socket, send_now
+from trtpd.runtime.worker.sockets import SocketThread, connect, is_local, open_socket, send_now
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +85,7 @@ class LeaderLink:
         self.busy_since_s: float | None = None
         self._hello = hello
         self._registrations = 0
+        self._gone_after_s = ROUTER_GONE_AFTER_S if is_local(address) else LOST_AFTER_S
         self._wake = wake
         self._clock = clock
         self._inbox: collections.deque[InboxItem] = collections.deque()
@@ -226,7 +228,7 @@ class LeaderLink:
         if self._session is not None:
             self._session.excuse(unheard_s)
             reason = self._session.lost(now_s)
-            if reason is None and self._down_s is not None and now_s - self._down_s > ROUTER_GONE_AFTER_S:
+            if reason is None and self._down_s is not None and now_s - self._down_s > self._gone_after_s:
                 reason = "disconnected"
             if reason is not None:
                 self._end(f"the router is gone: {reason}")

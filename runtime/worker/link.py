@@ -112,7 +112,8 @@ class RouterLink:
     """The router's end. `drain`, `send`, `check` and `close` belong to the driver's thread.
 
     `wake` is called from the link's thread when `drain` has something; an asyncio driver gives
-    `lambda: loop.call_soon_threadsafe(on_link)`. `epoch` comes from `session.fresh_id`.
+    `lambda: loop.call_soon_threadsafe(on_link)`. It is called too when that thread has failed: `check` says why.
+    `epoch` comes from `session.fresh_id`; `address` is where it listens, a port chosen by the system included.
     """
 
     def __init__(
@@ -141,6 +142,7 @@ class RouterLink:
         except BaseException:
             self._context.destroy(linger=0)
             raise
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._thread = SocketThread(
             self._socket,
             name="link-router",
@@ -149,11 +151,6 @@ class RouterLink:
             on_time=self._on_time,
             on_failure=wake,
         )
-
-    @property
-    def address(self) -> str:
-        """Where it listens, a port chosen by the system included."""
-        return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def start(self) -> None:
         self._thread.start()

@@ -53,9 +53,9 @@ class Pulls:
     def busy(self) -> bool:
         return bool(self._requests) or self._sink.busy()
 
-    def begin(self, work: PullWork) -> None:
-        """Reserves blocks and starts the pull. Raises NoKVError, RequestError or TransferError; then nothing
-        is held."""
+    def begin(self, work: PullWork) -> EngineRequest:
+        """Reserves blocks and starts the pull; the request it is for. Raises NoKVError, RequestError or
+        TransferError; then nothing is held."""
         key = (work.request_id, work.attempt)
         offer = _decode(decode_offer, work.offer or b"", key)
         request = _checked_request(work, offer)
@@ -66,6 +66,7 @@ class Pulls:
             self._kv.free(key)
             raise
         self._requests[key] = request
+        return request
 
     def more(self, work: PullWork) -> None:
         """Passes on new chunks and the seal. What can't be read fails the pull, as `ended` will say."""

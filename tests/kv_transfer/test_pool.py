@@ -1,5 +1,4 @@
 import os
-import signal
 import subprocess
 import sys
 import textwrap
@@ -53,12 +52,12 @@ def pool():
 @pytest.fixture
 def dead_pool():
     """The address of a pool whose process was killed."""
-    process = child(CREATE, msgspec.json.encode(LAYOUT))
-    assert process.stdout is not None
-    address = msgspec.json.decode(process.stdout.readline(), type=PoolAddress)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    process.stdout.close()
+    with child(CREATE, msgspec.json.encode(LAYOUT)) as process:
+        try:
+            assert process.stdout is not None
+            address = msgspec.json.decode(process.stdout.readline(), type=PoolAddress)
+        finally:
+            process.kill()
     yield address
     Path("/dev/shm", address.name).unlink(missing_ok=True)
 

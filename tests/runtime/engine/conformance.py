@@ -9,152 +9,27 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 
 import pytest
 from msgspec.structs import replace
+from tests.runtime.engine.driver import (
+    CONTEXT_ONLY,
+    GENERATION_ONLY,
+    GREEDY,
+    SEEDED,
+    Driver,
+    blocks_of,
+    hand_over,
+    prompt,
+    request,
+)
 
 from trtpd.errors import EngineError, RequestError
-from trtpd.runtime.core.events import Drained, Rejected, Tokens
-from trtpd.runtime.engine.base import (
-    Engine,
-    EngineEvent,
-    EngineRequest,
-    Key,
-    PrefillBegan,
-    PrefillChunk,
-    PrefillDone,
-    RequestKind,
-    Sampling,
-    StepReport,
-)
+from trtpd.runtime.core.events import Drained, Tokens
+from trtpd.runtime.engine.base import Engine, PrefillBegan, PrefillChunk, PrefillDone, Sampling
 
 MakeEngine = Callable[..., Engine]
-GREEDY = Sampling()
-SEEDED = Sampling(temperature=0.9, top_k=40, top_p=0.95, seed=1234)
 BOTH = pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-CONTEXT_ONLY, GENERATION_ONLY, WHOLE = (
-    RequestKind.CONTEXT_ONLY,
-    RequestKind.GENERATION_ONLY,
-    RequestKind.CONTEXT_AND_GENERATION,
-)
-
-
-def prompt(tokens: int, seed: int = 0) -> tuple[int, ...]:
-    return tuple(random.Random(f"{seed} {tokens}").choices(range(199), k=tokens))
-
-
-def request(
-    number: int,
-    ids: tuple[int, ...],
-    *,
-    kind: RequestKind = WHOLE,
-    max_tokens: int = 12,
-    sampling: Sampling = GREEDY,
-    first_index: int = 0,
-    first_token: int | None = None,
-) -> EngineRequest:
-    return EngineRequest(
-        request_id=number,
-        attempt=1,
-        kind=kind,
-        prompt_ids=ids,
-        max_tokens=max_tokens,
-        sampling=sampling,
-        first_index=first_index,
-        first_token=first_token,
-    )
-
-
-def ends(event: EngineEvent) -> bool:
-    return isinstance(event, Rejected | Drained) or (isinstance(event, Tokens) and event.finish is not None)
-
-
-@dataclass
-class Driver:
-    """Polls an engine, checks it after every step and that events keep to the life of their key."""
-
-    engine: Engine
-    events: dict[Key, list[EngineEvent]] = field(default_factory=dict)
-    ended: set[Key] = field(default_factory=set)
-
-    def submit(self, what: EngineRequest) -> Key:
-        self.engine.submit(what)
-        self.events[what.key] = []
-        return what.key
-
-    def step(self) -> StepReport:
-        report = self.engine.poll(0.0)
-        self.engine.check_integrity()
-        for event in report.events:
-            key = (event.request_id, event.attempt)
-            assert key not in self.ended, f"{event} after the last event of its key"
-            self.events[key].append(event)
-            if ends(event):
-                self.ended.add(key)
-        return report
-
-    def until(self, done: Callable[[], bool], *, steps: int = 400) -> None:
-        for _ in range(steps):
-            if done():
-                return
-            self.step()
-        raise AssertionError(f"not done after {steps} steps: {self.events}")
-
-    def finish(self, *keys: Key) -> None:
-        self.until(lambda: self.ended.issuperset(keys or self.events))
-
-    def of(self, key: Key, kind: type[EngineEvent]) -> list:
-        return [event for event in self.events[key] if isinstance(event, kind)]
-
-    def output(self, key: Key) -> list[int]:
-        """Tokens of the key's Tokens events, which must follow each other without a gap."""
-        found: list[int] = []
-        first: int | None = None
-        for event in self.of(key, Tokens):
-            first = event.first_index if first is None else first
-            assert event.first_index == first + len(found)
-            found.extend(event.ids)
-        return found
-
-    def run(self, what: EngineRequest) -> list[int]:
-        key = self.submit(what)
-        self.finish(key)
-        return self.output(key)
-
-    def prefill(self, what: EngineRequest) -> PrefillDone:
-        """Runs a context_only request until it is held."""
-        key = self.submit(what)
-        self.until(lambda: bool(self.of(key, PrefillDone)))
-        return self.of(key, PrefillDone)[0]
-
-
-def blocks_of(driver: Driver, key: Key) -> list[int]:
-    return list(driver.of(key, PrefillBegan)[0].blocks)
-
-
-def copy_blocks(source: Engine, blocks: list[int], sink: Engine, into: list[int]) -> None:
-    assert source.kv is not None
-    assert sink.kv is not None
-    pools = source.kv.pool, sink.kv.pool
-    for theirs, ours in zip([*pools[0].keys, *pools[0].values], [*pools[1].keys, *pools[1].values], strict=True):
-        ours[into] = theirs[blocks]
-
-
-def hand_over(source: Driver, sink: Driver, what: EngineRequest) -> list[int]:
-    """Prefill on one engine, blocks copied by hand, the rest on the other; the whole output."""
-    done = source.prefill(replace(what, kind=CONTEXT_ONLY))
-    if done.finish is not None:
-        return [done.token]
-    assert sink.engine.kv is not None
-    reserved = sink.engine.kv.reserve(what.key, len(what.prompt_ids), peak_tokens=len(what.prompt_ids) + what.max_tokens)
-    assert reserved is not None
-    theirs = blocks_of(source, what.key)
-    copy_blocks(source.engine, theirs, sink.engine, list(reserved[: len(theirs)]))
-    source.engine.release(what.key)
-    source.finish(what.key)
-    rest = sink.run(replace(what, kind=GENERATION_ONLY, first_token=done.token))
-    return [done.token, *rest]
 
 
 class EngineConformance:
@@ -203,8 +78,8 @@ class EngineConformance:
     def test_handing_the_kv_over_changes_no_token(self, make_engine, driver, sampling):
         source, sink = Driver(make_engine()), Driver(make_engine())
         for key in ((97, 1), (98, 1), (99, 1)):  # so that the two have the prompt in different blocks
-            sink.engine.kv.reserve(key, 20, peak_tokens=30)
-        sink.engine.kv.free((98, 1))
+            sink.kv.reserve(key, 20, peak_tokens=30)
+        sink.kv.free((98, 1))
         for number, tokens in enumerate((1, 31, 32, 33, 100), start=1):
             what = request(number, prompt(tokens), sampling=sampling)
             assert hand_over(source, sink, what) == driver.run(what)
@@ -213,13 +88,13 @@ class EngineConformance:
         sink = Driver(make_engine())
         what = request(1, prompt(70))
         expected = driver.run(what)
-        sink.engine.kv.reserve(what.key, 70, peak_tokens=82)
+        sink.kv.reserve(what.key, 70, peak_tokens=82)
         rest = sink.run(replace(what, kind=GENERATION_ONLY, first_token=expected[0]))
         assert rest != expected[1:]
 
     def test_ready_kv_is_not_written_again(self, driver):
         key = driver.submit(request(1, prompt(90), kind=CONTEXT_ONLY))
-        pool = driver.engine.kv.pool
+        pool = driver.kv.pool
         seen: dict[int, bytes] = {}
 
         def content(tokens: int) -> bytes:
@@ -319,7 +194,7 @@ class EngineConformance:
             assert len(driver.of(key, Drained)) == 1
 
     def test_a_transferred_sequence_can_be_cancelled_before_it_joins(self, driver):
-        driver.engine.kv.reserve((1, 1), 40)
+        driver.kv.reserve((1, 1), 40)
         driver.submit(request(1, prompt(40), kind=GENERATION_ONLY, first_token=3))
         driver.engine.cancel((1, 1))
         assert [type(event) for event in driver.step().events] == [Drained]
@@ -327,7 +202,7 @@ class EngineConformance:
     def test_unknown_keys_are_ignored(self, driver):
         driver.engine.cancel((99, 1))
         driver.engine.release((99, 1))
-        driver.engine.kv.free((99, 1))
+        driver.kv.free((99, 1))
         assert driver.step().events == ()
 
     def test_release_does_not_stop_what_is_not_held(self, driver):
@@ -365,7 +240,7 @@ class EngineConformance:
         assert driver.step().events == ()
 
     def test_a_transferred_sequence_that_has_ended_is_refused_and_keeps_its_reservation(self, driver):
-        kv = driver.engine.kv
+        kv = driver.kv
         kv.reserve((1, 1), 9)
         ended = request(1, prompt(9), kind=GENERATION_ONLY, first_token=4, sampling=Sampling(end_ids=(4,)))
         for wrong in (ended, request(1, prompt(9), kind=GENERATION_ONLY, first_token=4, max_tokens=1)):
@@ -397,13 +272,13 @@ class EngineConformance:
 
     def test_reservations_end_where_room_ends(self, make_engine):
         driver = Driver(make_engine(kv_blocks=5))
-        kv = driver.engine.kv
-        assert len(kv.reserve((1, 1), 32, peak_tokens=60)) == 2
-        assert len(kv.reserve((2, 1), 31, peak_tokens=96)) == 1
-        assert kv.reserve((3, 1), 5, peak_tokens=20) is None
+        kv = driver.kv
+        assert driver.reserve((1, 1), 32, peak_tokens=60) == 2
+        assert driver.reserve((2, 1), 31, peak_tokens=96) == 1
+        assert driver.reserve((3, 1), 5, peak_tokens=20) is None
         kv.free((2, 1))
         kv.free((2, 1))
-        assert len(kv.reserve((3, 1), 5, peak_tokens=20)) == 1
+        assert driver.reserve((3, 1), 5, peak_tokens=20) == 1
 
     def test_reservations_leave_the_blocks_of_the_first_in_line_alone(self, make_engine):
         driver = Driver(make_engine(kv_blocks=5))
@@ -411,19 +286,19 @@ class EngineConformance:
         driver.step()
         first_in_line = driver.submit(request(2, prompt(120), max_tokens=2))
         driver.step()
-        assert driver.engine.kv.reserve((3, 1), 10, peak_tokens=20) is None
+        assert driver.kv.reserve((3, 1), 10, peak_tokens=20) is None
         driver.finish(running)
         driver.step()
         assert driver.of(first_in_line, PrefillBegan)
-        assert driver.engine.kv.reserve((3, 1), 10, peak_tokens=20) is not None
+        assert driver.kv.reserve((3, 1), 10, peak_tokens=20) is not None
 
     def test_freed_blocks_get_a_new_epoch(self, driver):
         what = request(1, prompt(40), kind=CONTEXT_ONLY)
         driver.prefill(what)
         blocks = blocks_of(driver, what.key)
-        before = driver.engine.kv.pool.epochs_of(blocks)
+        before = driver.kv.pool.epochs_of(blocks)
         driver.engine.release(what.key)
-        after = driver.engine.kv.pool.epochs_of(blocks)
+        after = driver.kv.pool.epochs_of(blocks)
         assert all(new > old for old, new in zip(before, after, strict=True))
 
     def test_load_tells_what_is_queued_and_running(self, driver):
@@ -443,7 +318,7 @@ class EngineConformance:
         driver = Driver(make_engine())
         driver.submit(request(1, prompt(60)))
         driver.step()
-        pool = driver.engine.kv.pool
+        pool = driver.kv.pool
         driver.engine.shutdown()
         driver.engine.shutdown()
         assert pool.gone()
@@ -456,7 +331,9 @@ class EngineConformance:
     def test_random_traffic_with_cancels_ends_clean_and_right(self, driver, seed):
         rng = random.Random(seed)
         requests = [
-            request(n, prompt(rng.randint(1, 90), n), max_tokens=rng.randint(1, 12), sampling=rng.choice([GREEDY, SEEDED]))
+            request(
+                n, prompt(rng.randint(1, 90), n), max_tokens=rng.randint(1, 12), sampling=rng.choice([GREEDY, SEEDED])
+            )
             for n in range(12)
         ]
         expected = {what.key: driver.run(replace(what, attempt=7)) for what in requests}

@@ -24,7 +24,8 @@ def logits(arch: Architecture, weights: dict[str, npt.NDArray[np.float32]], ids:
         up = normed @ w[f"{p}mlp.up_proj.weight"].T
         hidden = hidden + (gate / (1 + np.exp(-gate)) * up) @ w[f"{p}mlp.down_proj.weight"].T
     head = w.get("lm_head.weight", w["model.embed_tokens.weight"])
-    return _norm(hidden, w["model.norm.weight"], arch) @ head.T
+    found: F64 = _norm(hidden, w["model.norm.weight"], arch) @ head.T
+    return found
 
 
 def inverse_frequencies(arch: Architecture) -> list[float]:
@@ -38,9 +39,7 @@ def inverse_frequencies(arch: Architecture) -> list[float]:
             if turns < scaling.low_freq_factor:
                 frequency /= scaling.factor
             elif turns <= scaling.high_freq_factor:
-                share = (turns - scaling.low_freq_factor) / (
-                    scaling.high_freq_factor - scaling.low_freq_factor
-                )
+                share = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
                 frequency = (1 - share) * frequency / scaling.factor + share * frequency
         result.append(frequency)
     return result
@@ -59,7 +58,8 @@ def _attention(arch: Architecture, w: dict[str, F64], prefix: str, hidden: F64) 
     shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
     shares /= shares.sum(axis=-1, keepdims=True)
     attended = np.einsum("hqk,khd->qhd", shares, value).reshape(tokens, -1)
-    return attended @ w[f"{prefix}self_attn.o_proj.weight"].T
+    projected: F64 = attended @ w[f"{prefix}self_attn.o_proj.weight"].T
+    return projected
 
 
 def _turn(arch: Architecture, heads: F64) -> F64:
@@ -71,4 +71,5 @@ def _turn(arch: Architecture, heads: F64) -> F64:
 
 
 def _norm(hidden: F64, weight: F64, arch: Architecture) -> F64:
-    return hidden / np.sqrt((hidden**2).mean(axis=-1, keepdims=True) + arch.rms_norm_eps) * weight
+    normed: F64 = hidden / np.sqrt((hidden**2).mean(axis=-1, keepdims=True) + arch.rms_norm_eps) * weight
+    return normed

@@ -28,7 +28,8 @@ def states(draw) -> tuple[PlanState, StepLimits]:
         decoding=[(n, 0) for n in range(decodes)],
         joining=[(n, 1) for n in range(joining)],
         prefilling=[
-            Prefilling(key=(n, 2), prompt_tokens=done + left, done_tokens=done) for n, (done, left) in enumerate(prompts)
+            Prefilling(key=(n, 2), prompt_tokens=done + left, done_tokens=done)
+            for n, (done, left) in enumerate(prompts)
         ],
         waiting=[Waiting(key=(n, 3), prompt_tokens=t, peak_blocks=b) for n, (t, b) in enumerate(queue)],
         available_blocks=draw(st.integers(0, 30)),

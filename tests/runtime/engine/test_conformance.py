@@ -2,48 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import pytest
 from msgspec.structs import replace
 from tests.runtime.engine import tiny
 from tests.runtime.engine.conformance import EngineConformance, MakeEngine
 
+from trtpd.build.manifest import RoleProfile
+from trtpd.errors import EngineError
 from trtpd.runtime.engine.base import Engine
+
+ARCH = tiny.architecture()
+
+
+class Stock:
+    """Engines of one kind, made when asked for; those a test left clean serve the next."""
+
+    def __init__(self, load: Callable[[RoleProfile], Engine]) -> None:
+        self._load = load
+        self._idle: list[tuple[RoleProfile, Engine]] = []
+        self._used: list[tuple[RoleProfile, Engine]] = []
+
+    def make(self, **overrides: int) -> Engine:
+        profile = replace(tiny.PROFILE, **overrides)
+        fitting = [entry for entry in self._idle if entry[0] == profile]
+        entry = fitting[0] if fitting else (profile, self._load(profile))
+        self._idle = [other for other in self._idle if other is not entry]
+        self._used.append(entry)
+        return entry[1]
+
+    def take_back(self) -> None:
+        for entry in self._used:
+            try:
+                clean = entry[1].poll(0.0).load.kv_blocks_free == entry[1].limits.kv_blocks
+            except EngineError:
+                clean = False
+            if clean:
+                self._idle.append(entry)
+            else:
+                entry[1].shutdown()
+        self._used = []
+
+    def close(self) -> None:
+        self.take_back()
+        for _, engine in self._idle:
+            engine.shutdown()
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory) -> Path:
-    """An engine directory of the tiny Llama in f32."""
-    return tiny.save(tmp_path_factory.mktemp("tiny"), tiny.stored(tiny.weights(tiny.architecture()), "f32"))
+def openvino_stock(tmp_path_factory) -> Iterator[Stock]:
+    directory = tiny.save(tmp_path_factory.mktemp("tiny"), tiny.stored(tiny.weights(ARCH), "f32"))
+    stock = Stock(lambda profile: tiny.load_openvino(tiny.config(ARCH, profile=profile), directory))
+    yield stock
+    stock.close()
+
+
+@pytest.fixture(scope="module")
+def emulated_stock() -> Iterator[Stock]:
+    stock = Stock(lambda profile: tiny.load_emulated(tiny.config(ARCH, engine="emulated", profile=profile)))
+    yield stock
+    stock.close()
 
 
 class TestOpenVINO(EngineConformance):
     @pytest.fixture
-    def make_engine(self, directory: Path) -> Iterator[MakeEngine]:
-        engines: list[Engine] = []
-
-        def make(**overrides: int) -> Engine:
-            profile = replace(tiny.PROFILE, **overrides)
-            engines.append(tiny.load_openvino(tiny.config(tiny.architecture(), profile=profile), directory))
-            return engines[-1]
-
-        yield make
-        for engine in engines:
-            engine.shutdown()
+    def make_engine(self, openvino_stock: Stock) -> Iterator[MakeEngine]:
+        yield openvino_stock.make
+        openvino_stock.take_back()
 
 
 class TestEmulated(EngineConformance):
     @pytest.fixture
-    def make_engine(self) -> Iterator[MakeEngine]:
-        engines: list[Engine] = []
-
-        def make(**overrides: int) -> Engine:
-            profile = replace(tiny.PROFILE, **overrides)
-            engines.append(tiny.load_emulated(tiny.config(tiny.architecture(), engine="emulated", profile=profile)))
-            return engines[-1]
-
-        yield make
-        for engine in engines:
-            engine.shutdown()
+    def make_engine(self, emulated_stock: Stock) -> Iterator[MakeEngine]:
+        yield emulated_stock.make
+        emulated_stock.take_back()

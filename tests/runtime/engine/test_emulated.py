@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import threading
 from pathlib import Path
 
@@ -7,8 +8,9 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 from tests.runtime.engine import tiny
-from tests.runtime.engine.conformance import GREEDY, SEEDED, Driver, hand_over, prompt, request
+from tests.runtime.engine.driver import GREEDY, SEEDED, Driver, hand_over, prompt, request
 
+from trtpd.build.spec import EmulatedSpec
 from trtpd.errors import EngineError
 from trtpd.kv_transfer.layout import KVLayout
 from trtpd.kv_transfer.pool import SharedPool
@@ -49,10 +51,28 @@ def test_wrong_costs_are_refused(emulated_costs, message):
 def test_an_engine_sleeps_what_its_steps_cost():
     slept: list[float] = []
     settings = tiny.config(tiny.architecture(), engine="emulated")
-    engine = emulated.load(settings, Path(), pool_name="test-costs", generation="g", sleep=slept.append)
+    engine = emulated.load(
+        settings, Path(), pool_name="test-costs", generation="g", sleep=slept.append, clock=lambda: 0.0
+    )
     Driver(engine).run(request(1, prompt(40), max_tokens=3))
     engine.shutdown()
     assert slept == pytest.approx([0.032, 0.008, 0.01, 0.01])
+
+
+def test_what_a_step_took_is_not_slept_again():
+    slept: list[float] = []
+    seconds = itertools.count()
+    settings = tiny.config(tiny.architecture(), engine="emulated")
+    engine = emulated.load(
+        settings, Path(), pool_name="test-took", generation="g", sleep=slept.append, clock=lambda: float(next(seconds))
+    )
+    Driver(engine).run(request(1, prompt(20), max_tokens=1))
+    engine.shutdown()
+    assert slept == [0.0]
+
+
+def test_a_build_of_an_emulated_pipeline_has_costs_it_takes():
+    assert StepCosts.of(EmulatedSpec().model_dump()).prefill_tokens_per_s == 8000.0
 
 
 def test_a_sleeping_step_ends_when_the_engine_is_closed():

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 from tests.runtime.engine import tiny
-from tests.runtime.engine.conformance import Driver, prompt, request
+from tests.runtime.engine.driver import Driver, prompt, request
 
 from trtpd.errors import EngineError
 from trtpd.runtime.engine.factory import load_engine
@@ -22,6 +22,7 @@ def test_an_engine_directory_is_all_an_engine_needs(engine, tmp_path):
     written(tmp_path, tiny.config(arch, engine=engine))
     loaded = load_engine(tmp_path, pool_name="test-factory", generation="g")
     assert loaded.limits.vocab_size == arch.vocab_size
+    assert loaded.kv is not None
     assert loaded.kv.pool.address.generation == "g"
     if engine == "openvino":
         assert len(Driver(loaded).run(request(1, prompt(9)))) == 12

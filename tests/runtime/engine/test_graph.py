@@ -15,16 +15,14 @@ from trtpd.runtime.engine.executor import DrawAt, Piece
 from trtpd.runtime.engine.graph import build_llama
 from trtpd.runtime.engine.openvino import OpenVINOExecutor
 from trtpd.runtime.engine.ov import compile_for_cpu, import_openvino
-from trtpd.runtime.engine.rope import frequencies
+from trtpd.runtime.engine.rope import F32, frequencies
 from trtpd.runtime.engine.weights import Weights
 
 IDS = [int(token) for token in np.random.default_rng(1).integers(0, 199, 75)]
 DRAW = DrawAt(sampling=Sampling(), index=0)
 
 
-def logits_of(
-    arch: Architecture, directory: Path, name: str, steps: list[list[Piece]]
-) -> list[np.ndarray]:
+def logits_of(arch: Architecture, directory: Path, name: str, steps: list[list[Piece]]) -> list[F32]:
     """The logits of each step's sample rows."""
     openvino = import_openvino()
     settings = tiny.config(arch)

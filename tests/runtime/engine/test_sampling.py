@@ -8,7 +8,7 @@ from hypothesis.extra import numpy as npst
 from msgspec.structs import replace
 
 from trtpd.runtime.engine.base import Sampling
-from trtpd.runtime.engine.sampling import draw, log_softmax_at, uniform
+from trtpd.runtime.engine.sampling import Logits, draw, log_softmax_at, uniform
 
 FINITE = st.floats(-30, 30, width=32)
 SAMPLINGS = st.builds(
@@ -21,11 +21,11 @@ SAMPLINGS = st.builds(
 )
 
 
-def logits(rows: int, vocabulary: int) -> st.SearchStrategy[np.ndarray]:
+def logits(rows: int, vocabulary: int) -> st.SearchStrategy[Logits]:
     return npst.arrays(np.float32, (rows, vocabulary), elements=FINITE)
 
 
-def tokens(row: np.ndarray, sampling: Sampling, count: int) -> list[int]:
+def tokens(row: Logits, sampling: Sampling, count: int) -> list[int]:
     """Draws at output indexes 0 ... from one and the same distribution."""
     return [draw(row[None], [sampling], [index])[0].token for index in range(count)]
 
@@ -66,15 +66,21 @@ def test_the_likeliest_token_is_drawn_without_temperature_the_lowest_id_of_equal
 
 @pytest.mark.parametrize(
     ("restriction", "kept"),
-    [({}, 5), ({"top_k": 3}, 3), ({"top_p": 0.8}, 3), ({"top_k": 4, "top_p": 0.85}, 3), ({"top_k": 4, "top_p": 0.9}, 4)],
+    [
+        ({}, 5),
+        ({"top_k": 3}, 3),
+        ({"top_p": 0.8}, 3),
+        ({"top_k": 4, "top_p": 0.85}, 3),
+        ({"top_k": 4, "top_p": 0.9}, 4),
+    ],
 )
 def test_frequencies_follow_the_distribution(restriction, kept):
     probabilities = np.array([0.4, 0.25, 0.2, 0.1, 0.05])
     row = np.log(probabilities * 2).astype(np.float32) * np.float32(2)
     expected = np.where(np.arange(5) < kept, probabilities, 0)
     expected /= expected.sum()
-    drawn = tokens(row, Sampling(temperature=2.0, seed=7, **restriction), 4000)
-    np.testing.assert_allclose(np.bincount(drawn, minlength=5) / 4000, expected, atol=0.03)
+    drawn = tokens(row, Sampling(temperature=2.0, seed=7, **restriction), 2000)
+    np.testing.assert_allclose(np.bincount(drawn, minlength=5) / 2000, expected, atol=0.04)
 
 
 def test_a_large_nucleus_is_found_in_a_large_vocabulary():
@@ -90,7 +96,7 @@ def test_a_large_nucleus_is_found_in_a_large_vocabulary():
 def test_uniform_numbers_are_uniform_and_differ_between_seeds_and_indexes():
     points = np.array([uniform(seed, index) for seed in range(20) for index in range(100)])
     assert len(set(points)) == 2000
-    assert 0 <= points.min()
+    assert points.min() >= 0
     assert points.max() < 1
     np.testing.assert_allclose(np.histogram(points, 10, (0, 1))[0] / 2000, 0.1, atol=0.03)
 

@@ -10,23 +10,20 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import save_file
 
+from trtpd.build.backends.openvino import WEIGHTS_FILE, quantise
 from trtpd.build.manifest import Architecture, EngineConfig, Precision, RoleProfile, RopeScaling
 from trtpd.kv_transfer.layout import KVDtype, KVLayout
 from trtpd.runtime.engine import emulated, openvino
 from trtpd.runtime.engine.shell import ScheduledEngine
 
 F32 = npt.NDArray[np.float32]
-LLAMA3 = RopeScaling(
-    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
-)
+LLAMA3 = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
 PROFILE = RoleProfile(max_step_tokens=64, chunk_tokens=32, max_batch=4, kv_blocks=24, threads=1)
 
 _names = count()
 
 
-def architecture(
-    *, tied: bool = False, rope_scaling: RopeScaling | None = None, head_dim: int = 16
-) -> Architecture:
+def architecture(*, tied: bool = False, rope_scaling: RopeScaling | None = None, head_dim: int = 16) -> Architecture:
     return Architecture(
         num_hidden_layers=2,
         hidden_size=64,
@@ -88,8 +85,8 @@ def stored(values: dict[str, F32], precision: Precision) -> dict[str, npt.NDArra
 
 
 def quantised(name: str, tensor: F32) -> dict[str, npt.NDArray[np.generic]]:
-    scale = (np.abs(tensor).max(axis=1, keepdims=True) / 127).astype(np.float32)
-    return {name: np.rint(tensor / scale).astype(np.int8), f"{name}.scale": scale}
+    values, scale = quantise(tensor)
+    return {name: values, f"{name}.scale": scale}
 
 
 def read_back(tensors: dict[str, npt.NDArray[np.generic]]) -> dict[str, F32]:
@@ -107,9 +104,7 @@ def read_back(tensors: dict[str, npt.NDArray[np.generic]]) -> dict[str, F32]:
 
 def save(directory: Path, tensors: dict[str, npt.NDArray[np.generic]]) -> Path:
     bf16 = [name for name, tensor in tensors.items() if tensor.dtype == np.uint16]
-    save_file(
-        tensors, str(directory / openvino.WEIGHTS_FILE), metadata={"bf16_as_u16": json.dumps(bf16)}
-    )
+    save_file(tensors, str(directory / WEIGHTS_FILE), metadata={"bf16_as_u16": json.dumps(bf16)})
     return directory
 
 
@@ -155,5 +150,10 @@ def load_openvino(settings: EngineConfig, directory: Path) -> ScheduledEngine:
 def load_emulated(settings: EngineConfig) -> ScheduledEngine:
     """An emulated engine whose steps take no time."""
     return emulated.load(
-        settings, Path(), pool_name=f"test-{next(_names)}", generation="g", sleep=lambda seconds: None
+        settings,
+        Path(),
+        pool_name=f"test-{next(_names)}",
+        generation="g",
+        sleep=lambda seconds: None,
+        clock=lambda: 0.0,
     )

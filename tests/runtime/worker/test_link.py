@@ -236,6 +236,8 @@ def test_a_leader_sending_an_event_that_makes_no_sense_is_given_up(links):
         ("tcp://0.0.0.0:5000", "not loopback"),
         ("tcp://*:5000", "not loopback"),
         ("tcp://10.1.2.3:5000", "not loopback"),
+        ("tcp://127.0.0.1.example.org:5000", "not loopback"),
+        ("tcp://localhost.example.org:5000", "not loopback"),
         ("tcp://127.0.0.1", "neither"),
         ("http://127.0.0.1:80", "neither"),
         ("ipc://", "path"),

@@ -14,10 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
-from trtpd_testing.emulated_build import write_build
+from trtpd_testing.emulated_build import engine_config, write_build
 from trtpd_testing.mini_router import MiniRouter, make_request
 
+from trtpd.build.manifest import write_json
 from trtpd.kv_transfer.pool import sweep
 from trtpd.runtime.core import events as core
 from trtpd.runtime.engine.base import RequestKind
@@ -169,8 +171,11 @@ def test_a_second_sigterm_ends_it_without_waiting(host, router):
     assert not pools_of(worker)
 
 
-def test_a_closed_standard_input_ends_it(host):
-    worker, _ = host.start("decode_0")
+def test_it_outlives_a_ctrl_c_and_ends_when_its_standard_input_is_closed(host):
+    worker, ready = host.start("decode_0")
+    worker.send_signal(signal.SIGINT)
+    with LocalClient(ready["local"]) as client:
+        assert not client.status().draining
     assert worker.stdin is not None
     worker.stdin.close()
     assert worker.wait(timeout=20) == 0
@@ -211,6 +216,15 @@ def test_what_can_not_start_says_why_in_one_line(host, instance, changes, code, 
     status, errors = host.fails(*host.arguments(instance, *more))
     assert status == code
     assert reason in errors
+    assert len(errors.splitlines()) == 1
+
+
+def test_an_engine_built_with_another_version_is_refused_with_the_mend(host):
+    config = msgspec.structs.replace(engine_config("decode"), versions={"trtpd": "0.0.1"})
+    write_json(host.build / "decode" / "config.json", config)
+    status, errors = host.fails(*host.arguments("decode_0"))
+    assert status == 1
+    assert "0.0.1" in errors
     assert len(errors.splitlines()) == 1
 
 

@@ -1,0 +1,176 @@
+"""RouterCore under everything at once: random arrivals, steps, losses, restarts, stale and repeated answers."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from trtpd_testing.fleet import Fleet
+
+from trtpd.perf.simulated_worker import WorkerSpec
+from trtpd.runtime.core.events import ClientGone, Drain, LinkDown, TextStopped
+from trtpd.runtime.core.policy import Policy
+
+NAMES = ("p0", "p1", "d0", "d1", "m0")
+ROLES = {"p": "prefill", "d": "decode", "m": "mixed"}
+POLICY = Policy(queue_limit=20, retry_budget=3, quarantine_s=2.0, overtake=2, timelines_kept=4)
+
+names = st.sampled_from(NAMES)
+picks = st.integers(0, 999)
+
+
+def small(name: str) -> WorkerSpec:
+    """Pools so small that requests wait for each other."""
+    return WorkerSpec(
+        name=name,
+        role=ROLES[name[0]],  # type: ignore[arg-type]
+        kv_blocks=14,
+        tokens_per_block=4,
+        max_seq_tokens=48,
+        max_batch=3,
+        max_step_tokens=16,
+        chunk_tokens=8,
+        prefill_tokens_per_s=40.0,
+    )
+
+
+class RouterMachine(RuleBasedStateMachine):
+    """After every event the router's invariants hold; at the end everything has come back."""
+
+    @initialize(seed=st.integers(0, 3), who=st.sets(names, min_size=1))
+    def begin(self, seed: int, who: set[str]) -> None:
+        self.fleet = Fleet([small(name) for name in NAMES if name in who], policy=POLICY, seed=seed)
+
+    def peer(self, name: str) -> str:
+        """`name`, or one that is there."""
+        return name if name in self.fleet.peers else next(iter(self.fleet.peers))
+
+    @rule(
+        prompt=st.integers(0, 40),
+        most=st.integers(0, 12),
+        output=st.integers(1, 12),
+        timeout_s=st.sampled_from([0.5, 5.0, 60.0, 60.0]),
+    )
+    def arrive(self, prompt: int, most: int, output: int, timeout_s: float) -> None:
+        self.fleet.arrive(prompt, most, output, timeout_s=timeout_s)
+
+    @rule(count=st.integers(1, 4))
+    def arrive_well(self, count: int) -> None:
+        for number in range(count):
+            self.fleet.arrive(6 + 5 * number, 6, 5, timeout_s=60.0)
+
+    @rule(name=names)
+    def run_step(self, name: str) -> None:
+        self.fleet.run_step(self.peer(name))
+
+    @rule(name=names)
+    def deliver_command(self, name: str) -> None:
+        self.fleet.deliver_command(self.peer(name))
+
+    @rule(name=names, twice=st.booleans())
+    def deliver_step(self, name: str, twice: bool) -> None:
+        self.fleet.deliver_step(self.peer(name), twice=twice)
+
+    @rule(steps=st.integers(1, 5))
+    def all_go_on(self, steps: int) -> None:
+        for _ in range(steps):
+            for name, peer in self.fleet.peers.items():
+                while peer.to_worker:
+                    self.fleet.deliver_command(name)
+                self.fleet.run_step(name)
+                while peer.to_router:
+                    self.fleet.deliver_step(name)
+
+    @rule(pick=picks, fail=st.booleans())
+    def end_pull(self, pick: int, fail: bool) -> None:
+        pulls = self.fleet.pulling()
+        if pulls:
+            name, sequence = pulls[pick % len(pulls)]
+            self.fleet.end_pull(name, sequence, fail=fail)
+
+    @rule(pick=picks)
+    def lapse(self, pick: int) -> None:
+        held = self.fleet.held()
+        if held:
+            name, sequence = held[pick % len(held)]
+            worker = self.fleet.peers[name].worker
+            assert worker is not None
+            self.fleet.report(name, worker.lapse(sequence.key))
+
+    @rule(name=names, pick=picks, code=st.sampled_from(["capacity", "engine_failed"]))
+    def give_up(self, name: str, pick: int, code: str) -> None:
+        self.fleet.give_up(self.peer(name), pick, code)
+
+    @rule(name=names)
+    def kill(self, name: str) -> None:
+        self.fleet.kill(self.peer(name))
+
+    @rule(name=names)
+    def notice(self, name: str) -> None:
+        self.fleet.notice(self.peer(name))
+
+    @rule(name=names)
+    def restart(self, name: str) -> None:
+        self.fleet.start(self.peer(name))
+
+    @rule(name=names)
+    def greet_again(self, name: str) -> None:
+        self.fleet.greet_again(self.peer(name))
+
+    @rule(name=names)
+    def drain(self, name: str) -> None:
+        self.fleet.tell(Drain(instance=name))
+
+    @rule(source=names, sink=names)
+    def link_down(self, source: str, sink: str) -> None:
+        self.fleet.tell(LinkDown(source=source, sink=sink))
+
+    @rule(pick=picks)
+    def stale_answer(self, pick: int) -> None:
+        """A message of a former life comes once more."""
+        lives = {peer.worker.generation for peer in self.fleet.peers.values() if peer.worker is not None}
+        old = [step for step in self.fleet.past if step.generation not in lives]
+        if old:
+            self.fleet.tell(old[pick % len(old)])
+
+    @rule(pick=picks)
+    def client_leaves(self, pick: int) -> None:
+        if self.fleet.outcomes:
+            self.fleet.tell(ClientGone(request_id=pick % len(self.fleet.outcomes)))
+
+    @rule(pick=picks)
+    def text_stops(self, pick: int) -> None:
+        """The text layer finds a stop string in a token that went out."""
+        begun = [o for o in self.fleet.outcomes.values() if o.tokens and not o.state]
+        if begun:
+            outcome = begun[pick % len(begun)]
+            self.fleet.stopped.add(outcome.request_id)
+            index = pick % len(outcome.tokens)
+            self.fleet.tell(TextStopped(request_id=outcome.request_id, index=index))
+
+    @rule(seconds=st.sampled_from([0.01, 0.3, 1.5, 12.0, 100.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.fleet.pass_time(seconds)
+
+    @rule(seconds=st.sampled_from([-5.0, 40.0]))
+    def clock_jumps(self, seconds: float) -> None:
+        self.fleet.now_s += seconds
+
+    def teardown(self) -> None:
+        if hasattr(self, "fleet"):
+            self.fleet.now_s = max(self.fleet.now_s, self.fleet.core.snapshot()["now_s"])
+            self.fleet.settle()
+            self.fleet.check_ends()
+
+
+QUIET = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
+
+
+class TestRouter(RouterMachine.TestCase):
+    settings = settings(max_examples=80, stateful_step_count=40, deadline=None, suppress_health_check=QUIET)
+
+
+@pytest.mark.slow
+class TestRouterForLong(RouterMachine.TestCase):
+    settings = settings(max_examples=1500, stateful_step_count=150, deadline=None, suppress_health_check=QUIET)
