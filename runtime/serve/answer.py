@@ -21,10 +21,18 @@ STATUS_OF_CODE = {
 
 
 class Answer:
-    """Text, ids and log-probabilities of one request. `prompt_ids` are given back in front of the text."""
+    """Text, ids and log-probabilities of one request. `hidden` tokens (those that end it) give no text;
+    `prompt_ids` are given back in front of the text."""
 
-    def __init__(self, text: TextLayer, stops: Sequence[str], *, prompt_ids: Sequence[int] = ()) -> None:
-        self._stream = text.stream(stops)
+    def __init__(
+        self,
+        text: TextLayer,
+        stops: Sequence[str],
+        *,
+        hidden: Sequence[int] = (),
+        prompt_ids: Sequence[int] = (),
+    ) -> None:
+        self._stream = text.stream(stops, hidden=hidden)
         self._echo = text.decode(prompt_ids) if prompt_ids else ""
         self._tokens = 0
         self._cum_log_prob = 0.0

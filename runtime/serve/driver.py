@@ -208,7 +208,15 @@ class Driver:
         if self._drain_until_s is not None:
             self._emitter.close(request_id, End(failure=_SHUTTING_DOWN))
             return
-        answer = Answer(self._text, prepared.stops, prompt_ids=prepared.prompt_ids if prepared.echo else ())
+        if self._emitter.has_left(request_id):  # before the core knew of it: nothing to undo
+            self._emitter.close(request_id, End(cancelled=True))
+            return
+        answer = Answer(
+            self._text,
+            prepared.stops,
+            hidden=prepared.sampling.end_ids,
+            prompt_ids=prepared.prompt_ids if prepared.echo else (),
+        )
         live = _Live(prepared, now_s + prepared.deadline_s, answer)
         self._live[request_id] = live
         self._step(

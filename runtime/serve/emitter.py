@@ -96,6 +96,12 @@ class Emitter:
             self._streams[request_id] = _Stream(sink, stream)
             self._lock.notify_all()
 
+    def has_left(self, request_id: int) -> bool:
+        """Whether the client was found gone."""
+        with self._lock:
+            stream = self._streams.get(request_id)
+            return stream is not None and stream.gone
+
     def push(self, request_id: int, piece: Piece) -> None:
         """More of the answer. Returns at once; ignored once the stream is closed."""
         with self._lock:

@@ -71,8 +71,10 @@ class Discard:
 
 
 class LeavingSink(CollectSink):
+    gone = False
+
     def left(self) -> bool:
-        return True
+        return self.gone
 
 
 def hello(name: str) -> core.Hello:
@@ -162,6 +164,14 @@ def test_a_prompt_that_is_to_come_back_stands_before_the_answer(bench):
     assert ended(sink).text == "Say it: x"
 
 
+def test_the_token_that_ends_an_answer_is_not_printed(bench):
+    sink = bench.submit(sampling=Sampling(end_ids=(ord("."),)))
+    _, work = bench.link.expect(SubmitWork)
+    bench.say("a", work, b"done.", finish="stop")
+    outcome = ended(sink)
+    assert (outcome.text, bytes(outcome.ids)) == ("done", b"done.")
+
+
 def test_a_stop_string_ends_the_answer_and_the_work_for_it(bench):
     sink = bench.submit(stops=("END",))
     _, work = bench.link.expect(SubmitWork)
@@ -197,7 +207,10 @@ def test_without_an_instance_the_client_is_told_so_for_machines_to_read(bench):
 
 
 def test_a_client_that_leaves_has_its_work_cancelled(bench):
-    sink = bench.submit(sink=LeavingSink())
+    sink = LeavingSink()
+    bench.submit(sink=sink)
+    bench.link.expect(SubmitWork)
+    sink.gone = True
     _, work = bench.link.expect(CancelWork)
     assert work.request_id == 1
     assert ended(sink).end.cancelled
