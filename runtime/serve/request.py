@@ -150,12 +150,7 @@ def tokenise(asked: Asked, text: TextLayer, limits: ModelLimits) -> tuple[int, .
         raw_bytes = len(asked.prompt.encode())
     else:
         raw_bytes = sum(len(message.content.encode()) for message in asked.prompt)
-    bound_bytes = limits.max_seq_tokens * text.longest_token_bytes
-    if raw_bytes > bound_bytes:
-        raise RequestError(
-            f"the prompt has {raw_bytes:,} bytes; {limits.max_seq_tokens:,} tokens of context hold at most "
-            f"{bound_bytes:,}: shorten it"
-        )
+    check_size(raw_bytes, text, limits.max_seq_tokens)
     ids = text.encode(asked.prompt) if isinstance(asked.prompt, str) else text.encode_chat(asked.prompt)
     if not ids:
         raise RequestError("the prompt is empty: text_input gives no token")
@@ -165,6 +160,16 @@ def tokenise(asked: Asked, text: TextLayer, limits: ModelLimits) -> tuple[int, .
             f"not exceed {limits.max_seq_tokens:,}: shorten the prompt or lower max_tokens"
         )
     return ids
+
+
+def check_size(raw_bytes: int, text: TextLayer, max_seq_tokens: int) -> None:
+    """Raises RequestError for a prompt of so many bytes that it can't fit whatever its tokens are."""
+    bound_bytes = max_seq_tokens * text.longest_token_bytes
+    if raw_bytes > bound_bytes:
+        raise RequestError(
+            f"the prompt has {raw_bytes:,} bytes; {max_seq_tokens:,} tokens of context hold at most "
+            f"{bound_bytes:,}: shorten it"
+        )
 
 
 def _prompt(inputs: _Inputs) -> str | tuple[Message, ...]:

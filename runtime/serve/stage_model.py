@@ -23,6 +23,7 @@ from trtpd.build.manifest import EngineConfig, read_engine_config, read_manifest
 from trtpd.errors import EngineError, RequestError, SaturatedError, ServeError, TrtpdError
 from trtpd.runtime.serve.answer import failure_of
 from trtpd.runtime.serve.emitter import Emitter, End, Piece
+from trtpd.runtime.serve.request import check_size
 from trtpd.runtime.serve.rundir import note_stub
 from trtpd.runtime.serve.sinks import error_response
 from trtpd.runtime.serve.text import TextLayer
@@ -138,8 +139,12 @@ class StageModel:
                 "send input_ids or text_input to measure prefill, or kv_tokens and max_tokens to measure decode"
             )
         if "text_input" in tensors:
-            text: bytes = tensors["text_input"].reshape(-1)[0]
-            ids = self._text.encode(text.decode("utf-8", "replace")[: self._config.max_seq_tokens * 64])
+            raw: bytes = tensors["text_input"].reshape(-1)[0]
+            check_size(len(raw), self._text, self._config.max_seq_tokens)
+            try:
+                ids = self._text.encode(raw.decode())
+            except UnicodeDecodeError as error:
+                raise RequestError(f"text_input is not valid UTF-8 (byte {error.start} of {len(raw)})") from error
         else:
             ids = tuple(int(i) for i in tensors["input_ids"].reshape(-1))
         if not 0 < len(ids) < self._config.max_seq_tokens:
