@@ -39,7 +39,7 @@ def forced_logits(directory: Path, entries: list[dict], monkeypatch: pytest.Monk
     """Log-probabilities [position, token] at every output position of the entries, fed the reference's tokens."""
     rows: list[npt.NDArray[np.float32]] = []
 
-    def keep(logits, sampling, indexes):  # type: ignore[no-untyped-def]
+    def keep(logits, sampling, indexes):
         rows.append(logits.copy())
         return [None] * len(sampling)
 
