@@ -310,7 +310,14 @@ class Driver:
         self._emitter.push(command.request_id, piece)
         self._emitter.close(command.request_id, end)
         if timeline is not None:
-            self._metrics.ended(timeline, state=command.state, reason=command.reason)
+            prepared = live.prepared
+            self._metrics.ended(
+                timeline,
+                state=command.state,
+                reason=command.reason,
+                ttft_s=prepared.ttft_s,
+                tpot_s=prepared.tpot_s,
+            )
         if command.state == "failed":
             log.warning("request %d failed (%s): %s", command.request_id, command.reason, command.message)
 

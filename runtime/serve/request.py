@@ -20,7 +20,6 @@ from trtpd.runtime.serve.text import Message, TextLayer, parse_messages
 
 Tensor = npt.NDArray[Any]
 
-DEFAULT_DEADLINE_S = 600.0
 MAX_DEADLINE_S = 24 * 3600.0
 MAX_STOP_WORDS = 64
 MAX_STOP_CHARS = 1024
@@ -80,11 +79,15 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLimits:
-    """What bounds a request before the router sees it. `end_ids`: used where the client names none."""
+    """What bounds a request before the router sees it. What follows `vocab_size` is used where the client
+    names none: `end_ids`, the deadline and the targets."""
 
     max_seq_tokens: int
     vocab_size: int
     end_ids: tuple[int, ...]
+    deadline_s: float = 120.0
+    ttft_s: float | None = None
+    tpot_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,11 +129,15 @@ def parse(
         log_probs=inputs.flag("return_log_probs"),
         count_input=inputs.flag("return_num_input_tokens"),
         count_output=inputs.flag("return_num_output_tokens"),
-        deadline_s=DEFAULT_DEADLINE_S if deadline_s is None else deadline_s,
-        ttft_s=inputs.milliseconds("ttft_ms"),
-        tpot_s=inputs.milliseconds("tpot_ms"),
+        deadline_s=limits.deadline_s if deadline_s is None else deadline_s,
+        ttft_s=_or(inputs.milliseconds("ttft_ms"), limits.ttft_s),
+        tpot_s=_or(inputs.milliseconds("tpot_ms"), limits.tpot_s),
         priority=inputs.integer("priority", low=-100, high=100) or 0,
     )
+
+
+def _or(given: float | None, default: float | None) -> float | None:
+    return default if given is None else given
 
 
 def query_of(tensors: Mapping[str, Tensor]) -> str | None:

@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections import deque
+from typing import Any
 
 import pytest
 
@@ -114,7 +115,12 @@ class Bench:
 
     def submit(self, *, sink=None, **changes):
         sink = sink or CollectSink()
-        prepared = {"prompt_ids": PROMPT, "max_tokens": 64, "sampling": Sampling(seed=9), "deadline_s": 60.0}
+        prepared: dict[str, Any] = {
+            "prompt_ids": PROMPT,
+            "max_tokens": 64,
+            "sampling": Sampling(seed=9),
+            "deadline_s": 60.0,
+        }
         self.driver.submit(Prepared(**prepared | changes), sink, stream=True)
         return sink
 

@@ -37,6 +37,10 @@ class RecordingSink:
         return self.is_left
 
 
+class WatchedEmitter(Emitter):
+    noticed: threading.Event
+
+
 @pytest.fixture
 def gone():
     return []
@@ -50,7 +54,7 @@ def emitter(gone):
         gone.append(request_id)
         noticed.set()
 
-    made = Emitter(on_gone)
+    made = WatchedEmitter(on_gone)
     made.noticed = noticed
     made.start()
     yield made

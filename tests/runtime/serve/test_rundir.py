@@ -3,6 +3,7 @@ from __future__ import annotations
 import stat
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
@@ -16,7 +17,7 @@ def places(tmp_path, monkeypatch):
     shm = tmp_path / "shm"
     shm.mkdir()
     monkeypatch.setattr(rundir, "SHM_DIR", shm)
-    monkeypatch.setattr(rundir.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
 
 

@@ -32,7 +32,8 @@ def trtpd(*args: str | Path, timeout_s: float = 300.0) -> subprocess.CompletedPr
 
 def orphans_in_shm() -> set[str]:
     """Our entries in /dev/shm (`trtpd-NAME.PID.START...`) whose process is gone: nobody will unlink them."""
-    entries = [re.match(r"trtpd-(?:(?:prefill|decode|mixed)_\d+|triton)\.(\d+)\.\d+\.", name) for name in os.listdir("/dev/shm")]
+    ours = re.compile(r"trtpd-(?:(?:prefill|decode|mixed)_\d+|triton)\.(\d+)\.\d+\.")
+    entries = [ours.match(name) for name in os.listdir("/dev/shm")]
     return {entry.string for entry in entries if entry and not psutil.pid_exists(int(entry[1]))}
 
 
