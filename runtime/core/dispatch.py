@@ -26,7 +26,7 @@ class Dispatch:
             self._deliver()
             for model in list(books.backlog.queues):
                 queue = books.backlog.queues[model]
-                if self._place_from(queue.again, self._paced_places(model)):
+                if not queue.again or self._place_from(queue.again, self._paced_places(model)):
                     self._place_from(queue.fresh, None)
 
     def _deliver(self) -> None:

@@ -21,7 +21,17 @@ from trtpd_testing.router_rig import (
     tokens,
 )
 
-from trtpd.runtime.core.events import Cancel, Capabilities, Emit, Finish, Pull, Submit, TextStopped, Withdraw
+from trtpd.runtime.core.events import (
+    Cancel,
+    Capabilities,
+    Emit,
+    Finish,
+    InstanceEvent,
+    Pull,
+    Submit,
+    TextStopped,
+    Withdraw,
+)
 from trtpd.runtime.core.lifecycle import Instant
 
 
@@ -114,9 +124,9 @@ def test_repeated_answers_change_nothing() -> None:
         assert rig.step("p0", answer) == []
     rig.step("p0", sealed())
     assert rig.step("p0", sealed()) == []
-    for answer in (begun(), done(), tokens(1, 3)):
-        rig.step("d0", answer)
-        assert rig.step("d0", answer) == []
+    for later in (begun(), done(), tokens(1, 3)):
+        rig.step("d0", later)
+        assert rig.step("d0", later) == []
 
 
 def test_only_the_new_part_of_overlapping_tokens_goes_out() -> None:
@@ -143,13 +153,14 @@ def test_a_stop_string_ends_the_request_and_stops_decode() -> None:
 def test_the_timeline_says_who_did_what_and_when() -> None:
     rig = Rig(prefill(), decode())
     rig.arrive()
-    for seconds, name, answer in [
+    way: list[tuple[float, str, InstanceEvent]] = [
         (1.0, "p0", offered()),
         (2.0, "p0", sealed()),
         (3.0, "d0", begun()),
         (4.0, "d0", done()),
         (5.0, "d0", tokens(1)),
-    ]:
+    ]
+    for seconds, name, answer in way:
         rig.now_s = 100.0 + seconds
         rig.step(name, answer)
     rig.now_s = 106.0
