@@ -66,7 +66,7 @@ class Worker:
 
     def __init__(self, address: str) -> None:
         self.ready: Ready | None = Ready(ready=True, generation="g1", local=address)
-        self.socket = zmq.Context.instance().socket(zmq.ROUTER)
+        self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self.socket.bind(address)
 
     def start(self, timeout_s): ...
