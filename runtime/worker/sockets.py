@@ -65,8 +65,11 @@ def make_keys(folder: Path) -> None:
     if (folder / "router.key").exists():
         raise ServeError(f"{folder} holds keys already; remove them first, or use another folder")
     workers = folder / "workers"
-    workers.mkdir(parents=True, exist_ok=True)
-    folder.chmod(0o700)
+    try:
+        workers.mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o700)
+    except OSError as error:
+        raise ServeError(f"keys can't be written to {folder} ({error.strerror}); choose another folder") from error
     zmq.auth.create_certificates(folder, "router")
     public, _ = zmq.auth.create_certificates(folder, "worker")
     Path(public).rename(workers / "worker.key")

@@ -15,6 +15,7 @@ from trtpd_testing.router_rig import (
     offered,
     only,
     prefill,
+    rejected,
     sealed,
     to_decoding,
     to_sealed,
@@ -30,9 +31,11 @@ from trtpd.runtime.core.events import (
     Pull,
     Submit,
     TextStopped,
+    Tick,
     Withdraw,
 )
 from trtpd.runtime.core.lifecycle import Instant
+from trtpd.runtime.core.policy import Policy
 
 
 def test_a_request_goes_from_prefill_to_decode_and_every_credit_comes_back() -> None:
@@ -98,6 +101,30 @@ def test_a_long_prompt_is_pulled_only_when_little_of_it_is_left() -> None:
     assert (pull.offer, pull.chunks) == (b"offer1", (b"chunk512", b"chunk1760"))
     update = only(rig.step("p0", chunk(2000), sealed())[:1], Pull)
     assert (update.offer, update.chunks, update.seal) == (None, (b"chunk2000",), None)
+
+
+def test_the_time_to_pull_may_come_between_two_chunks() -> None:
+    rig = Rig(prefill(prefill_tokens_per_s=1000.0), decode(), policy=Policy(pull_lead_s=0.25))
+    rig.arrive(prompt=2000)
+    rig.step("p0", offered())
+    rig.now_s += 1.0
+    assert rig.step("p0", chunk(500)) == []
+    rig.now_s += 1.25
+    pull = only(rig.tell(Tick()), Pull)
+    assert (pull.offer, pull.chunks, pull.seal) == (b"offer1", (b"chunk500",), None)
+
+
+def test_an_offer_that_finds_no_room_at_its_time_is_pulled_when_there_is_some() -> None:
+    rig = Rig(prefill(prefill_tokens_per_s=1000.0), decode(), policy=Policy(pull_lead_s=0.25, reject_pause_s=0.5))
+    rig.arrive(prompt=2000)
+    rig.step("p0", offered())
+    rig.now_s += 1.75
+    assert only(rig.tell(Tick()), Pull).instance == "d0"
+    assert rig.step("d0", rejected()) == []
+    assert rig.step("p0", chunk(100)) == []
+    assert rig.core.snapshot()["undelivered"] == 1
+    rig.now_s += 0.6
+    assert only(rig.tell(Tick()), Pull).chunks == (b"chunk100",)
 
 
 def test_an_engine_without_chunk_events_is_pulled_at_its_seal() -> None:

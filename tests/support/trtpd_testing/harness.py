@@ -228,3 +228,18 @@ def _add(answer: Answer, result: object) -> None:
         answer.finish_reason = reasons[0]
     if timelines := [value for value in read("timeline") if value]:
         answer.timeline = json.loads(timelines[0])
+
+
+def nothing_is_held(server: Server) -> None:
+    """KV blocks, leases and requests in flight are all 0, on both sides and in the router."""
+
+    def empty(status: dict) -> bool:
+        instances = status["instances"].values()
+        return (
+            status["requests_in_flight"] == 0
+            and all(i["kv_blocks_free"] == i["kv_blocks"] for i in instances)
+            and all(i["kv_blocks_held"] == 0 and i["running"] == 0 and i["waiting"] == 0 for i in instances)
+            and all(i["requests"] == 0 for i in instances)
+        )
+
+    server.until(empty, timeout_s=30)
