@@ -76,7 +76,7 @@ class Worker:
         self.socket.close(linger=0)
 
     def expect(self, kind):
-        while self.socket.poll(WAIT_S * 1000):
+        while self.socket.poll(int(WAIT_S * 1000)):
             client, body = self.socket.recv_multipart()
             ask = msgspec.msgpack.decode(body, type=Ask)
             if isinstance(ask, kind):
