@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import threading
 import time
@@ -104,6 +105,7 @@ class Launcher:
         self._run_dir: Path | None = None
         self._models: list[str] = []
         self._ports = Ports(http=options.http, grpc=options.grpc, metrics=options.metrics)
+        self._control_key = secrets.token_hex(16)
         self._control = TritonControl(_dialled(options.host), options.http)
         self._pool = ThreadPoolExecutor(max_workers=16, thread_name_prefix="models")
         self._reloads: dict[str, Future[bool]] = {}
@@ -126,7 +128,7 @@ class Launcher:
         if package.remark:
             self._say(package.remark)
         self._ports = check_ports(self._options.host, self._ports)
-        self._control = TritonControl(_dialled(self._options.host), self._ports.http)
+        self._control = TritonControl(_dialled(self._options.host), self._ports.http, key=self._control_key)
         rundir.sweep_leftovers()
         sweep()
         check_shared_memory(build, manifest, self._models)
@@ -171,6 +173,7 @@ class Launcher:
             repository=(self._options.build / "model_repo").resolve(),
             run_dir=self._dir,
             environment=package.environment(os.environ) | self._model_environment(),
+            control_key=self._control_key,
             load_timeout_s=LOAD_TIMEOUT_S,
             verbose=self._options.verbose,
         )

@@ -13,13 +13,19 @@ from trtpd.runtime.serve import rundir
 from trtpd.runtime.serve.preflight import Ports
 from trtpd.runtime.serve.processes import descendants, die_with_parent, kill_all
 from trtpd.runtime.serve.server_package import ServerPackage
+from trtpd.runtime.serve.triton_http import KEY_HEADER
 
 EXIT_TIMEOUT_S = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerPlan:
-    """All a server is started with. `models`: how many it will load; the backend is linked into `run_dir` already."""
+    """All a server is started with. `models`: how many it will load; the backend is linked into `run_dir` already.
+
+    `control_key` has to come with every call that changes the server (a load may bring the model's code along): who
+    may ask for answers may not do that. It stands in the server's command line, so it keeps out the network and not
+    other users of this host.
+    """
 
     package: ServerPackage
     host: str
@@ -28,6 +34,7 @@ class ServerPlan:
     repository: Path
     run_dir: Path
     environment: Mapping[str, str]
+    control_key: str
     load_timeout_s: float
     verbose: bool = False
 
@@ -88,6 +95,7 @@ class TritonServer:
             "shm-region-prefix-name": rundir.region_prefix(),
             "stub-timeout-seconds": int(plan.load_timeout_s),
         }
+        control = f"model-repository,trace,logging:{KEY_HEADER}={plan.control_key}"
         return [
             str(plan.package.binary),
             f"--model-repository={plan.repository}",
@@ -101,6 +109,8 @@ class TritonServer:
             f"--http-port={ports.http}",
             f"--grpc-port={ports.grpc}",
             f"--metrics-port={ports.metrics}",
+            f"--http-restricted-api={control}",
+            f"--grpc-restricted-protocol={control}",
             "--allow-gpu-metrics=false",
             "--allow-cpu-metrics=false",
             "--pinned-memory-pool-byte-size=0",

@@ -8,6 +8,8 @@ import urllib.request
 from typing import Any
 
 import pytest
+import tritonclient.grpc as triton
+from tritonclient.utils import InferenceServerException
 from trtpd_testing.harness import Server, ask
 
 pytestmark = pytest.mark.e2e
@@ -135,3 +137,16 @@ def test_stage_models_answer_on_their_own(pair: Server) -> None:
     decode = ask(pair, model="decode_0", kv_tokens=100, max_tokens=8, stream=None)
     assert decode.error is None
     assert len(decode.ids) == 8
+
+
+@pytest.mark.parametrize("path", ["models/prefill_0/unload", "models/pd/load", "index"])
+def test_who_may_ask_for_answers_may_not_change_the_server(pair: Server, path: str) -> None:
+    request = urllib.request.Request(f"http://{pair.http}/v2/repository/{path}", data=b"{}", method="POST")
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request, timeout=60)
+    with refused.value:
+        assert refused.value.code == 403
+    client = triton.InferenceServerClient(pair.grpc)
+    with pytest.raises(InferenceServerException, match="restricted"):
+        client.get_model_repository_index()
+    client.close()
