@@ -90,7 +90,7 @@ def test_a_large_nucleus_is_found_in_a_large_vocabulary():
 def test_uniform_numbers_are_uniform_and_differ_between_seeds_and_indexes():
     points = np.array([uniform(seed, index) for seed in range(20) for index in range(100)])
     assert len(set(points)) == 2000
-    assert 0 <= points.min()
+    assert points.min() >= 0
     assert points.max() < 1
     np.testing.assert_allclose(np.histogram(points, 10, (0, 1))[0] / 2000, 0.1, atol=0.03)
 
