@@ -24,11 +24,12 @@ IDLE_S = 2.0
 
 
 class Interrupted(Exception):
-    """A carrier's `copy` saw that its pull was aborted, and stopped."""
+    """A carrier saw that its pull was aborted, and stopped waiting."""
 
 
 class Carrier(Protocol):
-    """One pull's way to its source. Used in the puller's thread only; what may wait there is bounded."""
+    """One pull's way to its source. Used in the puller's thread only. What waits there is bounded, and raises
+    Interrupted when the pull is aborted."""
 
     def renew(self, sent_s: float) -> float | None:
         """Sends a renewal. When the newest one known to be received, by a source that held, was sent; None if it
@@ -43,7 +44,7 @@ class Carrier(Protocol):
 
     def copy(self, pull: Pull, piece: range) -> int:
         """Copies a piece into the sink's blocks and verifies its digests; the bytes moved. Nothing touches
-        the blocks after it has returned or raised. Raises IntegrityError, TransferError, Interrupted."""
+        the blocks after it has returned or raised. Raises IntegrityError, TransferError."""
 
     def close(self) -> None:
         """The pull has ended."""
@@ -157,10 +158,11 @@ class Puller:
             for task in tasks:
                 self._renew_and_watch(task)
             with self._changed:
-                actionable = [task for task in self._tasks.values() if self._has_work(task)]
+                # Only tasks seen to above: one that has come since has no lease yet.
+                actionable = [task for task in tasks if self._has_work(task)]
                 if actionable:
                     return min(actionable, key=_urgency)
-                if self._closing:
+                if self._closing and not self._tasks:
                     return None
             if self._idle():
                 continue
@@ -193,6 +195,8 @@ class Puller:
                     f"{pull.offer.instance} has died before the KV of request {pull.key[0]} was complete:"
                     " prefill it elsewhere"
                 )
+        except Interrupted:
+            return
         except TransferError as error:
             if isinstance(error, PeerGoneError) or not task.lease.holds(self._clock()):
                 pull.fault = error

@@ -11,12 +11,13 @@ from trtpd_testing.kv import LAYOUT
 from trtpd.errors import InternalError, LayoutError, TransferError
 from trtpd.kv_transfer.offer import Chunk, Seal
 
+TRANSPORTS = ["shm", "memory", "tcp"]
 KEY = (1, 1)
 OF, TO = [3, 4, 9, 1], [5, 6, 7, 2]
 TOKENS = 14  # three whole blocks and half of one
 
 
-@pytest.fixture(params=["shm", "memory"])
+@pytest.fixture(params=TRANSPORTS)
 def pair(request, pairs):
     return pairs(request.param)
 
@@ -162,7 +163,7 @@ def test_bytes_behind_the_last_token_are_not_verified(pair):
 
 
 @pytest.mark.parametrize(("digest_every", "digested"), [(0, set()), (1, {0, 1, 2, 3}), (3, {0, 3})])
-@pytest.mark.parametrize("transport", ["shm", "memory"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_digests_can_be_sampled_or_off(pairs, transport, digest_every, digested):
     pair = pairs(transport, digest_every=digest_every)
     offer = pair.source.offer(KEY, prompt_tokens=TOKENS, blocks=OF)

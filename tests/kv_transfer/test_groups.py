@@ -17,6 +17,7 @@ from trtpd.kv_transfer.ranks import RankPools
 KEY = (1, 1)
 OF, TO = [3, 4, 5, 1], [5, 6, 7, 2]
 TOKENS = 14
+NETWORKED = ["tcp"]
 SPLITS = st.tuples(st.sampled_from((1, 2, 3, 4, 8)), st.integers(1, 3))
 
 
@@ -28,12 +29,10 @@ def transfer(pair):
     return pair.result()
 
 
-@settings(max_examples=40, deadline=None)
-@given(source=SPLITS, sink=SPLITS, heads=st.integers(1, 5))
-def test_every_rank_of_the_sink_gets_its_heads_and_layers_verified(source, sink, heads):
+def exchange(transport, source, sink, heads):
     base = replace(LAYOUT, num_layers=3, kv_heads=heads)
     of, to = (replace(base, tp=tp, pp=pp) for tp, pp in (source, sink))
-    pair = make_pair("shm", layout=of, sink_layout=to)
+    pair = make_pair(transport, layout=of, sink_layout=to)
     try:
         assert transfer(pair).error is None
         assert np.array_equal(whole(pair.sink_pools)[:, TO], whole(pair.source_pools)[:, OF])
@@ -44,9 +43,22 @@ def test_every_rank_of_the_sink_gets_its_heads_and_layers_verified(source, sink,
         pair.close()
 
 
+@settings(max_examples=40, deadline=None)
+@given(source=SPLITS, sink=SPLITS, heads=st.integers(1, 5))
+def test_every_rank_of_the_sink_gets_its_heads_and_layers_verified(source, sink, heads):
+    exchange("shm", source, sink, heads)
+
+
+@pytest.mark.parametrize(("source", "sink"), [((3, 1), (2, 1)), ((1, 2), (3, 1)), ((8, 1), (2, 2)), ((2, 3), (8, 1))])
+@pytest.mark.parametrize("transport", NETWORKED)
+def test_so_it_does_over_every_transport(transport, source, sink):
+    exchange(transport, source, sink, heads=3)
+
+
 @pytest.mark.parametrize(("source_tp", "sink_tp"), [(3, 2), (2, 3), (1, 8), (8, 1)])
-def test_one_wrong_byte_at_one_rank_is_noticed_whatever_the_split(pairs, source_tp, sink_tp):
-    pair = pairs("shm", layout=replace(LAYOUT, tp=source_tp), sink_layout=replace(LAYOUT, tp=sink_tp))
+@pytest.mark.parametrize("transport", ["shm", *NETWORKED])
+def test_one_wrong_byte_at_one_rank_is_noticed_whatever_the_split(pairs, transport, source_tp, sink_tp):
+    pair = pairs(transport, layout=replace(LAYOUT, tp=source_tp), sink_layout=replace(LAYOUT, tp=sink_tp))
     offer = pair.source.offer(KEY, prompt_tokens=TOKENS, blocks=OF)
     seal = pair.source.seal(KEY, first_token=0, first_log_prob=None, seed=0)
     for pool in pair.source_pools:
@@ -71,9 +83,10 @@ def test_digests_do_not_depend_on_the_split(pairs):
 
 @pytest.mark.parametrize(("of", "to"), [("f32", "bf16"), ("bf16", "f32")])
 @pytest.mark.parametrize("digest_every", [0, 1])
-def test_a_declared_dtype_is_converted_and_the_sources_bytes_are_verified(pairs, of, to, digest_every):
+@pytest.mark.parametrize("transport", ["shm", *NETWORKED])
+def test_a_declared_dtype_is_converted_and_the_sources_bytes_are_verified(pairs, transport, of, to, digest_every):
     pair = pairs(
-        "shm",
+        transport,
         layout=replace(LAYOUT, tp=2, dtype=of),
         sink_layout=replace(LAYOUT, tp=3, dtype=to),
         convert_dtype=True,

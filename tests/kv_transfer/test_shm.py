@@ -7,16 +7,14 @@ import threading
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trtpd_testing.kv import BLOCKS, LAYOUT, fill, make_pair
+from trtpd_testing.kv import BLOCKS, LAYOUT, make_pair
 
 from trtpd.errors import CapacityError, InternalError, LeaseError, TransferError
 from trtpd.kv_transfer.leases import lease_tag
 from trtpd.kv_transfer.offer import decode_offer, decode_seal, encode
-from trtpd.kv_transfer.pool import SharedPool
 from trtpd.kv_transfer.routes import copy_run
 from trtpd.kv_transfer.shm import ShmAddress
 
@@ -256,26 +254,6 @@ def other():
 
 def pool_name(offer):
     return msgspec.msgpack.decode(offer.address, type=ShmAddress).ranks[0].name
-
-
-def test_kv_of_another_process_arrives(shm, other):
-    _, offer, seal = other
-    shm.sink.begin(offer, TO)
-    shm.sink.sealed(seal)
-    assert shm.result().error is None
-    expected = SharedPool.create("expected", LAYOUT, BLOCKS, generation="expected")
-    fill(expected)
-    assert np.array_equal(shm.to.grid[:, TO], expected.grid[:, OF])
-    expected.close()
-
-
-def test_a_source_killed_before_the_seal_fails_the_pull_at_once(shm, other):
-    process, offer, _ = other
-    shm.sink.begin(offer, TO)
-    process.send_signal(signal.SIGKILL)
-    result = shm.result()
-    assert (result.code, result.retryable) == ("peer_gone", False)
-    assert "prefill_9" in (result.error or "")
 
 
 def test_the_memory_of_a_killed_source_is_let_go_without_being_asked(shm, other):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,13 +16,19 @@ from trtpd.kv_transfer.layout import KVLayout
 from trtpd.kv_transfer.memory import MemorySink, MemorySource
 from trtpd.kv_transfer.offer import Offer
 from trtpd.kv_transfer.pool import Array, SharedPool
+from trtpd.kv_transfer.pool_file import PREFIX, SHM_DIR
 from trtpd.kv_transfer.ranks import RankPools
 from trtpd.kv_transfer.shm import ShmSink, ShmSource
 from trtpd.kv_transfer.source import Source
+from trtpd.kv_transfer.tcp import TcpSink, TcpSource
 
 LAYOUT = KVLayout(num_layers=2, kv_heads=3, head_dim=8, tokens_per_block=4, dtype="f32")
 BLOCKS = 16
 NAMES = itertools.count()
+ENDS: dict[str, tuple[type[ShmSource | TcpSource], type[ShmSink | TcpSink]]] = {
+    "shm": (ShmSource, ShmSink),
+    "tcp": (TcpSource, TcpSink),
+}
 
 
 class Clock:
@@ -155,8 +162,9 @@ def make_pair(
     lease_s: float = 10.0,
     digest_every: int = 1,
     convert_dtype: bool = False,
+    still: bool = True,
 ) -> Pair:
-    """Prompts of any length move by chunks, but over "memory"."""
+    """Prompts of any length move by chunks, but over "memory". `still`: by a clock that only tests move."""
     generation = f"g{next(NAMES)}"
     of, to = make_group("source", layout, generation), make_group("sink", sink_layout or layout, generation)
     fill_group(of)
@@ -176,6 +184,12 @@ def make_pair(
         source = MemorySource(of, settings, hub, clock=clock)
         sink = MemorySink(to, hub, wake=woken.set, clock=clock)
     else:
-        source = ShmSource(of, settings, clock=clock)
-        sink = ShmSink(to, settings, wake=woken.set, clock=clock)
+        make_source, make_sink = ENDS[transport]
+        source = make_source(of, settings, clock=clock if still else time.monotonic)
+        sink = make_sink(to, settings, wake=woken.set, clock=clock if still else time.monotonic)
     return Pair(source=source, sink=sink, source_pools=of, sink_pools=to, clock=clock, woken=woken)
+
+
+def leftovers(name: str) -> list[str]:
+    """Pools of that name that lie in /dev/shm."""
+    return [path.name for path in SHM_DIR.glob(f"{PREFIX}{name}*")]
