@@ -142,7 +142,8 @@ def _check_kv_dtype(openvino: ModuleType, dtype: KVDtype) -> None:
 
 
 def _keep_to_cores(cores: Sequence[int]) -> None:
-    if not cores:
+    """Whoever shares a pool's cores out among its instances has narrowed this process to some of them: that stays."""
+    if not cores or os.sched_getaffinity(0) <= set(cores):
         return
     try:
         os.sched_setaffinity(0, cores)

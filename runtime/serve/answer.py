@@ -62,14 +62,18 @@ class Answer:
 
     def end(self, finish: Finish) -> tuple[Piece, End, TimelineReport | None]:
         """The rest of the text, the last response, and the timeline of the whole."""
+        rest = self._take_echo() + self._stream.finish()
+        # A stop string that ends within the last token, or within what was held back, came first.
+        stopped = finish.state == State.FINISHED and self._stream.stopped
+        reason = "stop" if stopped else finish.reason
         timeline = None
         if finish.timeline is not None:
-            timeline = report(finish.timeline, finish=finish.reason, second_token_s=self._second_token_s)
+            timeline = report(finish.timeline, finish=reason, second_token_s=self._second_token_s)
         failure = None
         if finish.state == State.FAILED:
             failure = failure_of(finish.reason, finish.message)
         end = End(
-            finish_reason=finish.reason,
+            finish_reason=reason,
             timeline=to_json(timeline) if timeline is not None else "",
             prompt_tokens=finish.timeline.prompt_tokens if finish.timeline is not None else 0,
             output_tokens=self._tokens,
@@ -77,7 +81,7 @@ class Answer:
             cancelled=finish.state == State.CANCELLED,
             failure=failure,
         )
-        return Piece(text=self._take_echo() + self._stream.finish()), end, timeline
+        return Piece(text=rest), end, timeline
 
     def _take_echo(self) -> str:
         echo, self._echo = self._echo, ""

@@ -72,7 +72,6 @@ class Prepared:
     echo: bool = False
     ttft_s: float | None = None
     tpot_s: float | None = None
-    priority: int = 0
 
 
 @dataclass(slots=True)
@@ -227,7 +226,6 @@ class Driver:
                 deadline_s=live.deadline_s,
                 ttft_s=prepared.ttft_s,
                 tpot_s=prepared.tpot_s,
-                priority=prepared.priority,
             )
         )
 

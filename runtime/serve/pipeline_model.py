@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from trtpd.build.manifest import Manifest, read_engine_config, read_manifest
-from trtpd.errors import NoInstanceError, RequestError, ServeError, TrtpdError
+from trtpd.errors import NoInstanceError, ServeError, TrtpdError
 from trtpd.runtime.core.policy import Policy
 from trtpd.runtime.core.router import RouterCore
 from trtpd.runtime.engine.base import Sampling
@@ -88,8 +88,6 @@ class PipelineModel:
     def _take(self, request: Any) -> None:
         try:
             self._admit(request)
-        except RequestError as error:
-            self._refuse(request, error.code, str(error))
         except TrtpdError as error:
             self._refuse(request, error.code, str(error))
         except Exception as error:  # whatever it was, the client must get its last response
@@ -193,7 +191,6 @@ def prepare(asked: Asked, text: TextLayer, limits: ModelLimits) -> Prepared:
         echo=asked.echo,
         ttft_s=asked.ttft_s,
         tpot_s=asked.tpot_s,
-        priority=asked.priority,
     )
 
 

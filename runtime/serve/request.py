@@ -45,13 +45,13 @@ HONOURED = (
     "ttft_ms",
     "tpot_ms",
     "deadline_ms",
-    "priority",
 )
 """`pad_id` needs no more: nothing is padded."""
 
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "beam_width": (1,),
     "num_return_sequences": (1,),
+    "priority": (0,),
     "length_penalty": (0.0, 1.0),
     "repetition_penalty": (1.0,),
     "presence_penalty": (0.0,),
@@ -106,7 +106,6 @@ class Asked:
     deadline_s: float
     ttft_s: float | None
     tpot_s: float | None
-    priority: int
 
 
 def parse(
@@ -132,7 +131,6 @@ def parse(
         deadline_s=limits.deadline_s if deadline_s is None else deadline_s,
         ttft_s=_or(inputs.milliseconds("ttft_ms"), limits.ttft_s),
         tpot_s=_or(inputs.milliseconds("tpot_ms"), limits.tpot_s),
-        priority=inputs.integer("priority", low=-100, high=100) or 0,
     )
 
 

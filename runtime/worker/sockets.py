@@ -218,16 +218,18 @@ class SocketThread:
         if events is not None:
             poller.register(events, zmq.POLLIN)
         wait_s = 0.0
-        while not self._stopping or self._items:
-            poller.poll(max(1, int(wait_s * 1000)))
+        try:
+            while not self._stopping or self._items:
+                poller.poll(max(1, int(wait_s * 1000)))
+                if events is not None:
+                    self._read_monitor(events)
+                self._read_socket()
+                self._read_items()
+                wait_s = self._on_time()
+        finally:  # left open it would keep the context from ever ending
             if events is not None:
-                self._read_monitor(events)
-            self._read_socket()
-            self._read_items()
-            wait_s = self._on_time()
-        if events is not None:
-            self._socket.disable_monitor()
-            events.close()
+                self._socket.disable_monitor()
+                events.close()
 
     def _read_socket(self) -> None:
         while True:

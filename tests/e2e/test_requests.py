@@ -36,7 +36,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "max_tokens beyond the engine": ({"text_input": TEXT, "max_tokens": 1_000_000}, "max_tokens"),
     "a negative temperature": ({"text_input": TEXT, "temperature": -1.0}, "temperature"),
     "top_p above 1": ({"text_input": TEXT, "top_p": 1.5}, "top_p"),
-    "top_p 0": ({"text_input": TEXT, "top_p": -0.1}, "top_p"),
+    "top_p below 0": ({"text_input": TEXT, "top_p": -0.1}, "top_p"),
     "a negative top_k": ({"text_input": TEXT, "top_k": -3}, "top_k"),
     "bad_words": ({"text_input": TEXT, "bad_words": ["time"]}, "bad_words"),
     "two beams": ({"text_input": TEXT, "beam_width": 2}, "beam_width"),

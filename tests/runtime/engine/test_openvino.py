@@ -19,6 +19,7 @@ from trtpd.build.backends.openvino import WEIGHTS_FILE
 from trtpd.build.machine import import_openvino
 from trtpd.errors import EngineError
 from trtpd.runtime.core.events import Rejected
+from trtpd.runtime.engine import openvino as engine_module
 from trtpd.runtime.engine import ov, selftest
 from trtpd.runtime.engine.step_inputs import StepInputs
 
@@ -158,3 +159,12 @@ def test_narrow_builds_serve(precision, tmp_path):
     engine = tiny.load_openvino(tiny.config(ARCH, precision=precision), tmp_path)
     assert len(Driver(engine).run(request(1, prompt(50)))) == 12
     engine.shutdown()
+
+
+@pytest.mark.parametrize(("allowed", "kept"), [({0}, []), ({0, 1}, []), ({0, 1, 2}, [(0, 1)])])
+def test_an_engine_keeps_to_the_cores_of_its_pool_and_to_fewer_if_its_process_has_fewer(monkeypatch, allowed, kept):
+    calls = []
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(allowed))
+    monkeypatch.setattr("os.sched_setaffinity", lambda pid, cores: calls.append(tuple(cores)))
+    engine_module._keep_to_cores((0, 1))
+    assert calls == kept

@@ -189,6 +189,15 @@ def test_a_stop_string_ends_the_answer_and_the_work_for_it(bench):
     assert bench.link.expect(CancelWork)[1].request_id == work.request.request_id
 
 
+def test_a_stop_string_in_the_last_token_allowed_ends_the_answer_as_a_stop(bench):
+    sink = bench.submit(stops=("END",), max_tokens=8)
+    _, work = bench.link.expect(SubmitWork)
+    bench.say("a", work, b"text END", finish="length")
+    outcome = ended(sink)
+    assert (outcome.text, outcome.end.finish_reason) == ("text ", "stop")
+    assert '"finish":"stop"' in outcome.end.timeline
+
+
 def test_after_a_loss_the_next_instance_continues_from_what_the_client_has(bench):
     sink = bench.submit()
     _, work = bench.link.expect(SubmitWork)
