@@ -8,15 +8,15 @@ from typing import Protocol
 
 from trtpd.errors import TransferError
 from trtpd.kv_transfer.base import KVSink, KVSource, TransferSettings
-from trtpd.kv_transfer.pool import SharedPool
+from trtpd.kv_transfer.ranks import RankPools
 
 
 class MakeSource(Protocol):
-    def __call__(self, pool: SharedPool, settings: TransferSettings) -> KVSource: ...
+    def __call__(self, pools: RankPools, settings: TransferSettings) -> KVSource: ...
 
 
 class MakeSink(Protocol):
-    def __call__(self, pool: SharedPool, settings: TransferSettings, *, wake: Callable[[], None]) -> KVSink: ...
+    def __call__(self, pools: RankPools, settings: TransferSettings, *, wake: Callable[[], None]) -> KVSink: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

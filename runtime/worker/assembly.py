@@ -23,6 +23,7 @@ from trtpd.build.manifest import (
 from trtpd.errors import EngineError, InputError
 from trtpd.kv_transfer.base import KVSink, KVSource, TransferSettings
 from trtpd.kv_transfer.factory import transport
+from trtpd.kv_transfer.ranks import RankPools
 from trtpd.runtime.core.events import Hello
 from trtpd.runtime.engine.base import Engine, PagedKV
 from trtpd.runtime.engine.factory import load_engine
@@ -191,7 +192,7 @@ def hand_off_of(engine: Engine, hello: Hello, manifest: Manifest) -> tuple[KVSou
         digest_every=1 if section.digests else 0,
         one_piece_tokens=section.one_piece_tokens,
     )
-    path = transport(TRANSPORT)
-    source = path.source(kv.pool, settings) if hello.role != "decode" else None
-    sink = path.sink(kv.pool, settings, wake=engine.wake) if hello.role != "prefill" else None
+    path, pools = transport(TRANSPORT), RankPools([kv.pool])
+    source = path.source(pools, settings) if hello.role != "decode" else None
+    sink = path.sink(pools, settings, wake=engine.wake) if hello.role != "prefill" else None
     return source, sink

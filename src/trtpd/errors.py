@@ -11,6 +11,7 @@ TrtpdError                 anything of ours; `code` is its reason in metrics, me
 │  ├─ LayoutError          the two layouts can't be converted
 │  ├─ LeaseError           the lease ended, or the blocks changed under the copy
 │  ├─ PeerGoneError        the process that holds the KV has died
+│  ├─ TransferTimeoutError the process that holds the KV doesn't answer
 │  ├─ IntegrityError       a digest differs
 │  └─ HandOffError         what the router passed on of a hand-off can't be used (worker/pulls.py)
 ├─ CapacityError           no room now
@@ -97,6 +98,13 @@ class PeerGoneError(TransferError):
     """The process that held the KV has died before all of it was there."""
 
     code = "peer_gone"
+    retryable = False
+
+
+class TransferTimeoutError(TransferError):
+    """The process that holds the KV took too long to answer: it hangs, or the network between is cut."""
+
+    code = "transfer_timeout"
     retryable = False
 
 

@@ -5,6 +5,7 @@ from trtpd.errors import InternalError, TransferError
 from trtpd.kv_transfer.base import TransferSettings
 from trtpd.kv_transfer.factory import TRANSPORTS, choose, transport
 from trtpd.kv_transfer.pool import SharedPool
+from trtpd.kv_transfer.ranks import RankPools
 
 SETTINGS = TransferSettings(instance="prefill_0", generation="g")
 
@@ -12,7 +13,8 @@ SETTINGS = TransferSettings(instance="prefill_0", generation="g")
 @pytest.mark.parametrize("name", TRANSPORTS)
 def test_every_transport_makes_both_ends(name):
     pool = SharedPool.create("factory", LAYOUT, 2, generation="g")
-    source, sink = transport(name).source(pool, SETTINGS), transport(name).sink(pool, SETTINGS, wake=lambda: None)
+    pools = RankPools([pool])
+    source, sink = transport(name).source(pools, SETTINGS), transport(name).sink(pools, SETTINGS, wake=lambda: None)
     assert source.holds() == {}
     assert not sink.busy()
     sink.close()
