@@ -21,9 +21,9 @@ from pathlib import Path
 import msgspec
 
 from trtpd.errors import EngineError, TrtpdError
-from trtpd.runtime.serve.processes import die_with_parent
 from trtpd.runtime.serve.rundir import tail
 from trtpd.runtime.worker.link import report_death
+from trtpd.runtime.worker.parent import signal_on_parents_death
 
 log = logging.getLogger(__name__)
 
@@ -184,7 +184,7 @@ def _last_words(log_path: Path) -> str:
 
 
 def _worker_preexec() -> None:
-    die_with_parent(signal.SIGKILL)
+    signal_on_parents_death(signal.SIGKILL)
     # A stub ignores or blocks signals its worker must get.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     for signum in (signal.SIGTERM, signal.SIGINT):
