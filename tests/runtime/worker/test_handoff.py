@@ -122,7 +122,6 @@ def test_so_it_does_over_any_transport_the_pipeline_file_asks_for(path):
         pair.router.until(pair.settled)
     finally:
         pair.stop()
-    pair.router.until(pair.settled)
 
 
 def test_many_requests_at_once_all_get_their_own_tokens(pair):
