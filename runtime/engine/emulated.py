@@ -4,8 +4,8 @@ It schedules, allocates and moves KV like a real engine. Each token leaves value
 and its position, and the next token is a function of all that the sequence's blocks hold: KV that is missing,
 stale or in the wrong place gives other tokens.
 
-What holds a sequence is read whole once; from then on only its last block and, in turn, one of those before it are
-read again, so that a step costs the same however long its sequences are.
+A sequence's KV is read whole once; from then on only its last block and, in turn, one of those before it are read
+again, so that a step costs the same however long its sequences are.
 """
 
 from __future__ import annotations
@@ -19,17 +19,15 @@ from pathlib import Path
 from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from trtpd.build.manifest import EngineConfig
 from trtpd.errors import EngineError
 from trtpd.kv_transfer.pool import SharedPool
 from trtpd.runtime.engine.executor import DrawAt, Piece
-from trtpd.runtime.engine.sampling import Draw
+from trtpd.runtime.engine.sampling import Draw, mix
 from trtpd.runtime.engine.shell import ScheduledEngine
 
-U64 = npt.NDArray[np.uint64]
 Sleep = Callable[[float], None]
 Clock = Callable[[], float]
 
@@ -205,12 +203,3 @@ class EmulatedExecutor:
     def _block_digest(self, piece: Piece, index: int, tokens: int) -> int:
         held = self._kv[:, piece.blocks[index], :, :tokens]
         return xxhash.xxh3_64_intdigest(held.tobytes(), seed=index)
-
-
-def mix(words: U64) -> U64:
-    """A well-mixed 64-bit word for each word (the finaliser of splitmix64)."""
-    words = words + np.uint64(0x9E3779B97F4A7C15)
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: U64 = words ^ (words >> np.uint64(31))
-    return mixed

@@ -21,14 +21,15 @@ from pathlib import Path
 import msgspec
 
 from trtpd.errors import EngineError, TrtpdError
-from trtpd.runtime.serve.processes import die_with_parent
 from trtpd.runtime.serve.rundir import tail
 from trtpd.runtime.worker.link import report_death
+from trtpd.runtime.worker.parent import signal_on_parents_death
 
 log = logging.getLogger(__name__)
 
 BACKOFF_FIRST_S = 0.2
 BACKOFF_MAX_S = 5.0
+LOAD_TIMEOUT_S = 300.0
 STEADY_S = 30.0
 """A worker that ran this long is restarted without delay when it dies."""
 
@@ -109,6 +110,8 @@ class WorkerProcess:
         while not self._stopping.wait(backoff_s):
             began_s = time.monotonic()
             process = self._spawn()
+            if process is None:
+                return
             generation = self._await_ready(process)
             code = process.wait()
             _close_pipes(process)
@@ -124,8 +127,11 @@ class WorkerProcess:
             steady = time.monotonic() - began_s > STEADY_S
             backoff_s = BACKOFF_FIRST_S if steady else min(BACKOFF_MAX_S, max(BACKOFF_FIRST_S, 2 * backoff_s))
 
-    def _spawn(self) -> subprocess.Popen[bytes]:
+    def _spawn(self) -> subprocess.Popen[bytes] | None:
+        """None once stopping: whoever stops has looked for a process already, or will find this one."""
         with self._changed, self._command.log_path.open("ab") as log_file:
+            if self._stopping.is_set():
+                return None
             self._process = subprocess.Popen(
                 self._command.argv(),
                 env=self._environment,
@@ -137,7 +143,16 @@ class WorkerProcess:
             return self._process
 
     def _await_ready(self, process: subprocess.Popen[bytes]) -> str | None:
-        """Its generation once it serves; None if it ends before."""
+        """Its generation once it serves; None if it ends before. One that takes longer than LOAD_TIMEOUT_S is ended."""
+        too_long = threading.Timer(LOAD_TIMEOUT_S, process.kill)
+        too_long.daemon = True
+        too_long.start()
+        try:
+            return self._read_ready(process)
+        finally:
+            too_long.cancel()
+
+    def _read_ready(self, process: subprocess.Popen[bytes]) -> str | None:
         assert process.stdout is not None
         for line in process.stdout:
             try:
@@ -184,7 +199,7 @@ def _last_words(log_path: Path) -> str:
 
 
 def _worker_preexec() -> None:
-    die_with_parent(signal.SIGKILL)
+    signal_on_parents_death(signal.SIGKILL)
     # A stub ignores or blocks signals its worker must get.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     for signum in (signal.SIGTERM, signal.SIGINT):
