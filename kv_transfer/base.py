@@ -26,9 +26,9 @@ class TransferSettings:
     `lease_s`: how long prefill keeps sealed KV that nobody asks for; a sink renews several times in it.
     `digest_every`: one block in so many is digested; 1 for all, 0 for none. A sink verifies whatever digests
     come. `one_piece_tokens`: shorter prompts are pulled in one go after the seal. `convert_dtype`: a sink takes
-    f32 for bf16 and the other way round. `listen`: where ports of the data plane are opened, an IP address of
-    this host. `secret`: what all workers of the deployment share; needed when `listen` is not loopback.
-    Raises InternalError.
+    f32 for bf16 and the other way round. `path`: one transport by name, or "auto". `listen`: where ports of the
+    data plane are opened, an IP address of this host or a network it is in. `secret`: what all workers of the
+    deployment share; needed when `listen` is not loopback. Raises InternalError.
     """
 
     instance: str
@@ -37,6 +37,7 @@ class TransferSettings:
     digest_every: int = 1
     one_piece_tokens: int = 128
     convert_dtype: bool = False
+    path: str = "auto"
     listen: str = "127.0.0.1"
     secret: bytes = field(default=b"", repr=False)
 

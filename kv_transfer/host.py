@@ -23,7 +23,11 @@ def host_id() -> str:
 
 
 def is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address).is_loopback
+    """False for what is not an IP address."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
 
 
 def own_address(listen: str) -> str:

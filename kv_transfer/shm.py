@@ -44,7 +44,7 @@ class ShmDoor:
 
     transport = TRANSPORT
 
-    def __init__(self, pools: RankPools) -> None:
+    def __init__(self, pools: RankPools, settings: TransferSettings, clock: Callable[[], float]) -> None:
         self._pools = pools
         self._slots = LeaseSlots(pools.control)
         self._granted: dict[Key, tuple[int, int]] = {}
@@ -79,7 +79,7 @@ class ShmSource(Source):
     def __init__(
         self, pools: RankPools, settings: TransferSettings, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        super().__init__(pools, settings, [ShmDoor(pools)], clock=clock)
+        super().__init__(pools, settings, [ShmDoor(pools, settings, clock)], clock=clock)
 
 
 class ShmSink(Sink):

@@ -16,7 +16,7 @@ import numpy as np
 from trtpd.errors import LeaseError, TransferError
 from trtpd.kv_transfer.base import Key, TransferSettings
 from trtpd.kv_transfer.convert import convert
-from trtpd.kv_transfer.host import is_loopback, own_address
+from trtpd.kv_transfer.host import host_id, is_loopback, own_address
 from trtpd.kv_transfer.integrity import Arrivals
 from trtpd.kv_transfer.offer import Offer, decode_message
 from trtpd.kv_transfer.pace import Pace
@@ -56,7 +56,8 @@ class TcpDoor:
         host, token = data_address(settings), os.urandom(TOKEN_BYTES)
         self._grants = Grants()
         self.server = TcpServer(pools, self._grants, host=host, key=settings.secret + token, clock=clock)
-        self._address = msgspec.msgpack.encode(TcpAddress(host=host, port=self.server.port, token=token))
+        address = TcpAddress(machine=host_id(), host=host, port=self.server.port, token=token)
+        self._address = msgspec.msgpack.encode(address)
 
     def open(self, key: Key, blocks: tuple[int, ...]) -> bytes:
         self._grants.open(key, blocks)
@@ -123,8 +124,9 @@ class TcpSink(Sink):
         self._memory = SinkMemory(pools)
 
     def reaches(self, address: bytes) -> bool:
-        """A loopback address is another host's own."""
-        return True
+        """A loopback address leads nowhere from another host."""
+        tcp = decode_message(address, TcpAddress)
+        return tcp.machine == host_id() or not is_loopback(tcp.host)
 
     def handshake(self, offer: Offer) -> None:
         name, peer = self._peer(offer)

@@ -44,8 +44,9 @@ class Status(enum.IntEnum):
 
 
 class TcpAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """Address of this transport: where the source listens, and the token that lets in."""
+    """Address of this transport: where the source listens, the token that lets in, and which machine it is."""
 
+    machine: Annotated[str, Meta(max_length=256)]
     host: Annotated[str, Meta(max_length=64)]
     port: Annotated[int, Meta(ge=1, le=65535)]
     token: Annotated[bytes, Meta(min_length=16, max_length=64)]

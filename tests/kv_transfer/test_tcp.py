@@ -185,9 +185,9 @@ def test_a_source_of_another_protocol_is_named(tcp):
 
         thread = threading.Thread(target=speak)
         thread.start()
-        assert "another protocol" in tcp.refusal(
-            msgspec.structs.replace(offer, address=msgspec.msgpack.encode(address)), TO
-        )
+        link = link_of(tcp, msgspec.structs.replace(offer, address=msgspec.msgpack.encode(address)))
+        with pytest.raises(TransferError, match="another protocol"):
+            link.connect()
         thread.join()
 
 
