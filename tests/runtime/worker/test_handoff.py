@@ -109,6 +109,7 @@ def test_a_moved_request_gets_the_tokens_of_one_engine_alone(pair, sampling):
     (moved,) = pair.router.of(KEY, core.TransferDone)
     assert moved.bytes_moved >= len(PROMPT) * 2 * 2 * 2 * 8 * 4
     assert moved.path == "shm"
+    pair.router.until(pair.settled)
 
 
 @pytest.mark.parametrize("path", [name for name in TRANSPORTS if name != "shm"])
@@ -122,7 +123,6 @@ def test_so_it_does_over_any_transport_the_pipeline_file_asks_for(path):
         pair.router.until(pair.settled)
     finally:
         pair.stop()
-    pair.router.until(pair.settled)
 
 
 def test_many_requests_at_once_all_get_their_own_tokens(pair):
