@@ -13,11 +13,10 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 
-from trtpd.errors import TransferError
 from trtpd.kv_transfer.base import TransferSettings
 from trtpd.kv_transfer.convert import convert
 from trtpd.kv_transfer.grants import GrantingDoor, Grants
-from trtpd.kv_transfer.host import host_id, is_loopback, own_address
+from trtpd.kv_transfer.host import data_address, host_id, is_loopback
 from trtpd.kv_transfer.integrity import Arrivals
 from trtpd.kv_transfer.net import NetCarrier, NetPeer, NetSink
 from trtpd.kv_transfer.offer import Offer, decode_message
@@ -35,17 +34,6 @@ from trtpd.kv_transfer.tcp_wire import Read, TcpAddress
 TRANSPORT = "tcp"
 PIECE_BYTES = 16 << 20
 TOKEN_BYTES = 32
-
-
-def data_address(settings: TransferSettings) -> str:
-    """Where ports of the data plane are opened. Raises TransferError where strangers could reach them."""
-    host = own_address(settings.listen)
-    if not is_loopback(host) and not settings.secret:
-        raise TransferError(
-            f"transfer.listen {settings.listen!r} is not loopback and there are no keys: anyone could read KV there;"
-            " give a folder made by make_keys (--keys DIR), or use 127.0.0.1"
-        )
-    return host
 
 
 class TcpDoor(GrantingDoor):

@@ -11,13 +11,13 @@ import pytest
 from trtpd_testing.kv import LAYOUT, fill_group, leftovers, make_group, whole
 from trtpd_testing.kv_process import SourceProcess
 
-from trtpd.kv_transfer import pace, tcp_link
+from trtpd.kv_transfer import nixl_link, pace, tcp_link
 from trtpd.kv_transfer.pool import sweep
 
 OF, TO = [3, 4, 9, 1], [5, 6, 7, 2]
 TOKENS = 14
-TRANSPORTS = ["shm", "tcp"]
-NETWORKED = ["tcp"]
+TRANSPORTS = ["shm", "tcp", "nixl"]
+NETWORKED = ["tcp", "nixl"]
 
 
 @pytest.fixture(params=TRANSPORTS)
@@ -31,7 +31,7 @@ def pair(pairs, transport):
 
 
 @pytest.fixture
-def other(transport):
+def other(pair, transport):
     with SourceProcess(transport) as process:
         yield process
     sweep()
@@ -121,7 +121,8 @@ def test_a_source_that_stood_still_for_a_while_only_makes_the_pull_late(pair, ot
 @pytest.mark.parametrize("transport", NETWORKED)
 def test_a_source_that_stands_still_too_long_ends_the_pull_in_bounded_time(pair, other, monkeypatch):
     monkeypatch.setattr(pace, "SLACK_S", 0.3)
-    monkeypatch.setattr(tcp_link, "ANSWER_S", 0.3)
+    for link in (tcp_link, nixl_link):
+        monkeypatch.setattr(link, "ANSWER_S", 0.3)
     offer = other.offer(TOKENS, OF)
     pair.sink.begin(offer, TO)
     seal = other.seal()
