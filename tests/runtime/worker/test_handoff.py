@@ -109,6 +109,7 @@ def test_a_moved_request_gets_the_tokens_of_one_engine_alone(pair, sampling):
     (moved,) = pair.router.of(KEY, core.TransferDone)
     assert moved.bytes_moved >= len(PROMPT) * 2 * 2 * 2 * 8 * 4
     assert moved.path == "shm"
+    pair.router.until(pair.settled)
 
 
 @pytest.mark.parametrize("path", [name for name in TRANSPORTS if name != "shm"])
