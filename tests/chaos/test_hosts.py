@@ -24,6 +24,7 @@ pytestmark = [
 
 NETWORK = "10.77.0"
 HOSTS = {"pd": 1, "prefill_0": 2, "decode_0": 3}
+MID_TRANSFER_BYTES = 10_000_000  # of 70 MB
 ROUTER = f"tcp://{NETWORK}.1:5577"
 SLOW_LINK = ["tbf", "rate", "100mbit", "burst", "128kb", "latency", "100ms"]
 
@@ -61,6 +62,19 @@ class Network:
     def slow_down(self, host: str) -> None:
         command = ["tc", "-n", self.name(host), "qdisc", "replace", "dev", "eth0", "root", *SLOW_LINK]
         subprocess.run(command, check=True)
+
+    def wait_until_sent(self, count: int, *, by: str, timeout_s: float = 90.0) -> None:
+        """Until the host has sent that many bytes more than it has now."""
+        statistics = ["ip", "-n", self.name(by), "-j", "-s", "link", "show", "eth0"]
+
+        def sent() -> int:
+            shown = json.loads(subprocess.run(statistics, check=True, capture_output=True).stdout)
+            return shown[0]["stats64"]["tx"]["bytes"]
+
+        enough, end_s = sent() + count, time.monotonic() + timeout_s
+        while sent() < enough:
+            assert time.monotonic() < end_s, f"{by} sent {sent() - enough + count} of {count} bytes"
+            time.sleep(0.02)
 
     def inside(self, host: str, *command: str) -> list[str]:
         """The command line that runs `command` on that host, with a /dev/shm that no other host sees."""
@@ -169,7 +183,7 @@ def test_three_hosts_give_the_reference_tokens_and_survive_a_cut_link(
 
         network.slow_down("prefill_0")
         asking = client.generate(long, 16)
-        client.until(lambda s: s["requests"].get("transferring", 0) > 0, timeout_s=60)
+        network.wait_until_sent(MID_TRANSFER_BYTES, by="prefill_0")
         network.link("prefill_0", "down")
         cut_s = time.monotonic()
         answer = client.answer(asking)
