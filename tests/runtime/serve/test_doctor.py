@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+from pathlib import Path
 
 import pytest
 
@@ -37,7 +38,7 @@ def test_what_is_missing_or_limited_comes_with_its_mend():
 )
 def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch, distribution, name):
     without(monkeypatch, distribution)
-    monkeypatch.setattr(doctor, "NGC_SERVER", doctor.Path("/nowhere/tritonserver"))
+    monkeypatch.setattr(doctor, "NGC_SERVER", Path("/nowhere/tritonserver"))
     check = found(name)
     assert check.status == "missing"
     assert "pip install" in check.mend
@@ -46,6 +47,6 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
 def test_another_triton_package_than_the_known_one_is_limited(monkeypatch):
     real = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda n: "9.9" if n == "nvidia-pytriton" else real(n))
-    monkeypatch.setattr(doctor, "NGC_SERVER", doctor.Path("/nowhere/tritonserver"))
+    monkeypatch.setattr(doctor, "NGC_SERVER", Path("/nowhere/tritonserver"))
     assert found("triton").status == "limited"
     assert "9.9" in found("triton").found
