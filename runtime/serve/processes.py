@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import threading
+import time
 from collections.abc import Iterable
 
 import msgspec
@@ -27,6 +30,20 @@ def own_identity() -> Identity:
     ticks = start_ticks(os.getpid())
     assert ticks is not None, "a running process has a start time"
     return Identity(os.getpid(), ticks)
+
+
+def end_with_parent(*, look_every_s: float = 1.0) -> None:
+    """From now on this process ends soon after its parent has. For Triton's stubs: one that is in a call to its
+    server when that dies would wait for ever. (A parent-death signal would not do: it follows the thread that
+    started the stub, and Triton's may end.)"""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(look_every_s)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
 def descendants(pid: int) -> list[psutil.Process]:

@@ -11,12 +11,14 @@ sys.path[:0] = [path for path in os.environ.get("PYTHONPATH", "").split(os.paths
 
 from trtpd.errors import TrtpdError  # noqa: E402
 from trtpd.runtime.serve.pipeline_model import PipelineModel  # noqa: E402
+from trtpd.runtime.serve.processes import end_with_parent  # noqa: E402
 
 
 class TritonPythonModel:
     """One instance per server: the router."""
 
     def initialize(self, args):
+        end_with_parent()
         logging.basicConfig(level=logging.INFO, format="%(asctime)s pd %(levelname)s %(name)s: %(message)s")
         try:
             self.model = PipelineModel(pb_utils, args)

@@ -10,6 +10,7 @@ import triton_python_backend_utils as pb_utils
 sys.path[:0] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", *sys.path)]
 
 from trtpd.errors import TrtpdError  # noqa: E402
+from trtpd.runtime.serve.processes import end_with_parent  # noqa: E402
 from trtpd.runtime.serve.stage_model import StageModel  # noqa: E402
 
 
@@ -18,6 +19,7 @@ class TritonPythonModel:
 
     def initialize(self, args):
         name = args["model_name"]
+        end_with_parent()
         logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {name} %(levelname)s %(name)s: %(message)s")
         try:
             self.model = StageModel(pb_utils, args)
