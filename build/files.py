@@ -12,10 +12,13 @@ import ctypes
 import errno
 import fcntl
 import glob
+import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import msgspec
 
 from trtpd.errors import TrtpdError
 
@@ -128,6 +131,11 @@ def _sync_directory(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def digest_of(*parts: object) -> str:
+    """Names a content: equal for equal parts."""
+    return hashlib.sha256(msgspec.json.encode(parts, order="sorted")).hexdigest()[:16]
 
 
 def link_or_copy(source: Path, target: Path) -> None:

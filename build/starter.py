@@ -41,8 +41,12 @@ def init_text(checkpoint: Checkpoint, engine: EngineName, machine: Machine, *, f
             key: found[key] for key in ("cores", "max_batch", "max_step_tokens", "chunk_tokens", "kv_tokens")
         }
     shown["kv"]["max_seq_tokens"] = settings["kv"]["max_seq_tokens"]
-    if engine != "emulated":
-        del shown["emulated"]
+    for section in ("emulated", "tensorrt_llm"):
+        if engine != section:
+            del shown[section]
+    if engine != "tensorrt_llm":
+        for role in resolved.roles:
+            del shown["pools"][role]["engine_args"]
     return _HEAD + "".join(_lines(shown, PipelineSpec, 0))
 
 

@@ -1,0 +1,90 @@
+"""What `resolve` needs to know of roles that run on GPUs: their estimates, defaults and TensorRT-LLM settings.
+Pure."""
+
+from __future__ import annotations
+
+from trtpd.build.backends.tensorrt_llm import settings
+from trtpd.build.backends.tensorrt_llm.release import Release, choose_release
+from trtpd.build.engines import weights_bytes
+from trtpd.build.gpus import Estimate, Gpu, choose_gpu, kv_token_bytes
+from trtpd.build.machine import Machine
+from trtpd.build.manifest import Architecture, Precision, RoleName, RoleProfile, TensorRTConfig
+from trtpd.build.roles import RoleDefaults, gpu_defaults
+from trtpd.build.spec import PipelineSpec
+from trtpd.kv_transfer.layout import KVLayout
+
+
+def target_release(spec: PipelineSpec, machine: Machine) -> Release:
+    """The release of TensorRT-LLM that a pipeline is built for."""
+    return choose_release(spec.tensorrt_llm.version, machine.tensorrt_llm)
+
+
+def target_gpu(spec: PipelineSpec, machine: Machine) -> Gpu:
+    """The GPU that a pipeline is built for."""
+    return choose_gpu(spec.tensorrt_llm.gpu, machine.gpus)
+
+
+def estimate(
+    spec: PipelineSpec, precision: Precision, architecture: Architecture, machine: Machine, layout: KVLayout
+) -> Estimate:
+    """What one instance with such weights and KV can hold and do on the pipeline's GPU."""
+    return Estimate(
+        gpu=target_gpu(spec, machine),
+        tp=layout.tp,
+        weights_bytes=weights_bytes(spec.engine, architecture, precision),
+        kv_token_bytes=kv_token_bytes(architecture, itemsize_bytes=layout.itemsize_bytes, tp=layout.tp),
+        memory_share=spec.tensorrt_llm.free_gpu_memory_fraction,
+    )
+
+
+def role_defaults(
+    spec: PipelineSpec,
+    role: RoleName,
+    precision: Precision,
+    architecture: Architecture,
+    machine: Machine,
+    layout: KVLayout,
+    max_seq_tokens: int,
+) -> RoleDefaults:
+    """A role's defaults on the pipeline's GPU."""
+    given = spec.tensorrt_llm
+    tpot_s = spec.slo.tpot_ms / 1000 if spec.slo.tpot_ms else None
+    batch = estimate(spec, precision, architecture, machine, layout).batch(
+        prompt_tokens=given.prompt_tokens, answer_tokens=given.answer_tokens, tpot_s=tpot_s
+    )
+    whole = 0 if settings.fused_attention(precision) else settings.max_prompt_tokens(given, max_seq_tokens)
+    return gpu_defaults(
+        role,
+        decode_batch=batch,
+        prompt_tokens=given.prompt_tokens,
+        least_step_tokens=whole,
+        draft_tokens=settings.draft_tokens(given, role),
+    )
+
+
+def role_config(
+    spec: PipelineSpec,
+    role: RoleName,
+    precision: Precision,
+    architecture: Architecture,
+    machine: Machine,
+    layout: KVLayout,
+    profile: RoleProfile,
+    max_seq_tokens: int,
+) -> TensorRTConfig:
+    """A role's settings for TensorRT-LLM."""
+    return settings.role_settings(
+        settings.RoleInput(
+            spec=spec.tensorrt_llm,
+            release=target_release(spec, machine),
+            gpu=target_gpu(spec, machine),
+            architecture=architecture,
+            role=role,
+            tp=layout.tp,
+            precision=precision,
+            layout=layout,
+            profile=profile,
+            max_seq_tokens=max_seq_tokens,
+            engine_args=spec.pools.given()[role].engine_args,
+        )
+    )
