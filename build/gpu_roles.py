@@ -3,9 +3,12 @@ Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from trtpd.build.backends.tensorrt_llm import settings
 from trtpd.build.backends.tensorrt_llm.release import Release, choose_release
-from trtpd.build.engines import weights_bytes
+from trtpd.build.backends.tensorrt_llm.shards import tp_faults
+from trtpd.build.engines import engine_layout, weights_bytes
 from trtpd.build.gpus import Estimate, Gpu, choose_gpu, kv_token_bytes
 from trtpd.build.machine import Machine
 from trtpd.build.manifest import Architecture, Precision, RoleName, RoleProfile, TensorRTConfig
@@ -37,6 +40,38 @@ def estimate(
     )
 
 
+def longest_prompt(
+    spec: PipelineSpec,
+    precisions: Mapping[RoleName, Precision],
+    architecture: Architecture,
+    machine: Machine,
+    layouts: Mapping[RoleName, KVLayout],
+    max_seq_tokens: int,
+) -> int:
+    """The longest prompt of a pipeline: as the file says, else one that leaves a token to answer with and whose KV
+    every role has transfer buffers for."""
+    if spec.tensorrt_llm.max_prompt_tokens is not None:
+        return spec.tensorrt_llm.max_prompt_tokens
+    buffers = [
+        estimate(spec, precisions[role], architecture, machine, layout).buffer_tokens
+        for role, layout in layouts.items()
+    ]
+    return max(1, min(max_seq_tokens - 1, *buffers))
+
+
+def fitting_tp(spec: PipelineSpec, architecture: Architecture, machine: Machine) -> int:
+    """The smallest TP, a power of two, with which the model's weights and usual requests fit; 1 if none does."""
+    given = spec.tensorrt_llm
+    wanted = min(architecture.max_position_embeddings, 8 * (given.prompt_tokens + given.answer_tokens))
+    precision: Precision = "fp8" if architecture.quantization else spec.precision or "bf16"
+    for tp in (1, 2, 4, 8):
+        layout = engine_layout(spec.engine, architecture, tokens_per_block=32, dtype="bf16", tp=tp)
+        room = estimate(spec, precision, architecture, machine, layout)
+        if not tp_faults(architecture, tp) and room.kv_tokens >= wanted:
+            return tp
+    return 1
+
+
 def role_defaults(
     spec: PipelineSpec,
     role: RoleName,
@@ -44,7 +79,7 @@ def role_defaults(
     architecture: Architecture,
     machine: Machine,
     layout: KVLayout,
-    max_seq_tokens: int,
+    max_prompt_tokens: int,
 ) -> RoleDefaults:
     """A role's defaults on the pipeline's GPU."""
     given = spec.tensorrt_llm
@@ -52,7 +87,7 @@ def role_defaults(
     batch = estimate(spec, precision, architecture, machine, layout).batch(
         prompt_tokens=given.prompt_tokens, answer_tokens=given.answer_tokens, tpot_s=tpot_s
     )
-    whole = 0 if settings.fused_attention(precision) else settings.max_prompt_tokens(given, max_seq_tokens)
+    whole = 0 if settings.fused_attention(precision) else max_prompt_tokens
     return gpu_defaults(
         role,
         decode_batch=batch,
@@ -71,6 +106,7 @@ def role_config(
     layout: KVLayout,
     profile: RoleProfile,
     max_seq_tokens: int,
+    max_prompt_tokens: int,
 ) -> TensorRTConfig:
     """A role's settings for TensorRT-LLM."""
     return settings.role_settings(
@@ -85,6 +121,7 @@ def role_config(
             layout=layout,
             profile=profile,
             max_seq_tokens=max_seq_tokens,
+            max_prompt_tokens=max_prompt_tokens,
             engine_args=spec.pools.given()[role].engine_args,
         )
     )

@@ -13,6 +13,9 @@ _BANDWIDTH_SHARE = 0.7
 _RESERVED_BYTES = 4 << 30
 """For activations, CUDA's context and communication buffers, on each GPU."""
 
+_BUFFER_PERCENT = 20
+"""Of the room beside the weights, for the buffers that KV is sent from and received into."""
+
 BATCH_LIMIT = 2048
 
 
@@ -72,10 +75,21 @@ class Estimate:
     memory_share: float
 
     @property
-    def kv_tokens(self) -> int:
-        """Tokens of KV that fit beside the weights; 0 if not even they fit."""
+    def room_tokens(self) -> int:
+        """Tokens of KV that fit beside the weights, in the cache and in transfer buffers; 0 if not even the
+        weights fit."""
         usable = self.gpu.memory_bytes * self.memory_share - _RESERVED_BYTES
         return max(0, int(self.tp * usable - self.weights_bytes) // self.kv_token_bytes)
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens of KV that the cache gets."""
+        return self.room_tokens * (100 - _BUFFER_PERCENT) // 100
+
+    @property
+    def buffer_tokens(self) -> int:
+        """The longest prompt for which the send and the receive buffer fit into the rest."""
+        return self.room_tokens * _BUFFER_PERCENT // 200
 
     def step_s(self, batch: int, context_tokens: int) -> float:
         """About the time of a decode step: it reads all weights and all KV once."""

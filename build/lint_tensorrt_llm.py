@@ -23,7 +23,6 @@ from trtpd.build.tensorrt_run_rules import check_run
 from trtpd.errors import InputError
 
 _GIB = 1 << 30
-_BUFFER_SHARE = 0.1
 
 
 def check_descriptors(found: Sequence[Descriptor]) -> list[Finding]:
@@ -221,25 +220,25 @@ def _memory(
     pipeline: ResolvedPipeline, role: ResolvedRole, config: TensorRTConfig, architecture: Architecture, machine: Machine
 ) -> Iterator[Finding]:
     room = gpu_roles.estimate(pipeline.spec, role.precision, architecture, machine, role.layout)
-    asked = role.profile.kv_blocks * role.layout.tokens_per_block
-    if room.kv_tokens < min(asked, pipeline.max_seq_tokens):
+    given, memory = pipeline.spec.tensorrt_llm, room.gpu.memory_bytes / _GIB
+    usual = min(architecture.max_position_embeddings, given.prompt_tokens + given.answer_tokens)
+    if room.kv_tokens < max(usual, pipeline.spec.kv.max_seq_tokens or 0):
         weights = room.weights_bytes / role.tp / _GIB
         yield error(
             "trt_gpu_memory",
             f"pools.{role.role}.tp",
-            (f"{weights:.0f} GiB", f"{room.gpu.memory_bytes / _GIB:.0f} GiB"),
-            f"is {role.tp}: {weights:.0f} GiB of weights a GPU leave room for {room.kv_tokens} tokens of KV on "
-            f"{room.gpu.name} ({room.gpu.memory_bytes / _GIB:.0f} GiB), less than one sequence "
-            f"({pipeline.max_seq_tokens})",
+            (f"{weights:.0f} GiB", f"{memory:.0f} GiB"),
+            f"is {role.tp}: {weights:.0f} GiB of weights on each {room.gpu.name} ({memory:.0f} GiB) leave room for "
+            f"{room.kv_tokens} tokens of KV",
             "raise tp, lower kv.max_seq_tokens, or name a larger tensorrt_llm.gpu",
         )
-    buffers = 2 * config.max_tokens_in_buffer * room.kv_token_bytes // role.tp
-    if buffers > _BUFFER_SHARE * room.gpu.memory_bytes:
+    elif config.max_tokens_in_buffer > room.buffer_tokens + role.layout.tokens_per_block:
+        buffers = 2 * config.max_tokens_in_buffer * room.kv_token_bytes / role.tp / _GIB
         yield warning(
             "trt_buffer_memory",
             "tensorrt_llm.max_prompt_tokens",
-            (f"{buffers / _GIB:.1f} GiB", f"{room.gpu.memory_bytes / _GIB:.0f} GiB"),
-            f"makes transfer buffers for {config.max_tokens_in_buffer} tokens, {buffers / _GIB:.1f} GiB on each GPU of "
-            f"{role.role}",
-            "set it to the longest prompt you serve",
+            (config.max_tokens_in_buffer, room.buffer_tokens),
+            f"makes transfer buffers of {buffers:.1f} GiB on each GPU of {role.role}, much beside its KV cache: "
+            "starting may fail for lack of memory (#13506)",
+            f"set it to {room.buffer_tokens} or less, or leave it at auto",
         )

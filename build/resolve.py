@@ -94,14 +94,18 @@ def resolve(
     max_seq_tokens = spec.kv.max_seq_tokens or _longest(pools, layouts, room_tokens, architecture)
     cores = _cores(pools, machine)
     tpot_s = spec.slo.tpot_ms / 1000 if spec.slo.tpot_ms else None
+    precisions = {role: _precision(spec, pool, architecture, machine) for role, pool in pools.items()}
+    prompt = 0
+    if spec.engine == "tensorrt_llm":
+        prompt = gpu_roles.longest_prompt(spec, precisions, architecture, machine, layouts, max_seq_tokens)
     roles: dict[RoleName, ResolvedRole] = {}
     for role, pool in pools.items():
         room = RoleRoom(cores=cores[role], instances=pool.instances, kv_tokens=room_tokens[role])
         names = tuple(f"{role}_{index}" for index in range(pool.instances))
-        precision, layout = _precision(spec, pool, architecture, machine), layouts[role]
+        precision, layout = precisions[role], layouts[role]
         defaults = None
         if spec.engine == "tensorrt_llm":
-            defaults = gpu_roles.role_defaults(spec, role, precision, architecture, machine, layout, max_seq_tokens)
+            defaults = gpu_roles.role_defaults(spec, role, precision, architecture, machine, layout, prompt)
         profile = profile_for(role, _wishes(pool), room, layout, tpot_s=tpot_s, measure=measure, defaults=defaults)
         resolved = ResolvedRole(
             role=role,
@@ -114,7 +118,7 @@ def resolve(
         )
         if spec.engine == "tensorrt_llm":
             config = gpu_roles.role_config(
-                spec, role, precision, architecture, machine, layout, profile, max_seq_tokens
+                spec, role, precision, architecture, machine, layout, profile, max_seq_tokens, prompt
             )
             resolved = replace(resolved, tensorrt_llm=config)
         roles[role] = resolved

@@ -162,7 +162,9 @@ class TensorRTSpec(_Section):
     transceiver: Literal["UCX", "NIXL", "MOONCAKE", "MPI", "DEFAULT"] = Field(
         default="UCX", description="what moves KV between engines: UCX or NIXL (see docs/tensorrt-llm.md)"
     )
-    max_prompt_tokens: AutoCount = Field(default=None, description="longest prompt; auto: kv.max_seq_tokens - 1")
+    max_prompt_tokens: AutoCount = Field(
+        default=None, description="longest prompt; auto: as long as its transfer buffers are small beside the KV cache"
+    )
     max_tokens_in_buffer: AutoCount = Field(
         default=None, description="tokens of KV in a transfer buffer; auto: the longest prompt in whole blocks"
     )

@@ -24,6 +24,7 @@ from trtpd.build.backends.base import Job, Progress
 from trtpd.build.backends.tensorrt_llm.checkpoint import CHECKPOINT_FORMAT, checkpoint_config, convert
 from trtpd.build.backends.tensorrt_llm.engine_dir import check_engine_dir
 from trtpd.build.backends.tensorrt_llm.llm_args import LLM_ARGS_FILE, MODEL_DIR, write_llm_args
+from trtpd.build.backends.tensorrt_llm.release import parse_release
 from trtpd.build.backends.tensorrt_llm.runs import (
     Run,
     RunPlaces,
@@ -52,7 +53,7 @@ class TensorRTBackend:
     def key(self, digest: str, config: EngineConfig) -> str:
         given = _settings(config)
         if given.mode == "llm_api":
-            return digest_of(given.mode, digest)
+            return digest_of(given.mode, digest, config.role)
         return digest_of(given.mode, _checkpoint_key(digest, config), given.settings, given.release, given.sm)
 
     def found_key(self, directory: Path) -> str | None:
@@ -143,6 +144,7 @@ def _compile(checkpoint: Checkpoint, jobs: Sequence[Job], work: Path, progress: 
 
 def _compile_unfinished(checkpoint: Checkpoint, jobs: Sequence[Job], work: Path, progress: Progress) -> None:
     program = find_program()
+    _check_release(jobs)
     devices = visible_devices()
     if not devices:
         raise BuildError(
@@ -170,6 +172,20 @@ def _compile_unfinished(checkpoint: Checkpoint, jobs: Sequence[Job], work: Path,
         run.output.rename(_engine_place(job, work))
 
     run_all(runs, program, side_by_side=len(devices) >= len(runs), done=done)
+
+
+def _check_release(jobs: Sequence[Job]) -> None:
+    """Raises BuildError if what is installed is another release than was planned for, hours before its engines
+    would show it."""
+    installed = installed_version("tensorrt_llm")
+    here = parse_release(installed)
+    for job in jobs:
+        planned = _settings(job.config).release
+        if here is not None and here.name != planned:
+            raise BuildError(
+                f"{job.config.role} is planned for TensorRT-LLM {planned}, installed here is {installed}; leave "
+                "tensorrt_llm.version at auto, or build where that release is installed"
+            )
 
 
 def _seed_timing_cache(job: Job, work: Path) -> None:

@@ -77,7 +77,7 @@ def visible_devices(environ: Mapping[str, str] = os.environ, dev: Path = Path("/
 
 def share_devices(devices: Sequence[str], runs: int) -> list[tuple[str, ...]]:
     """Each run's GPUs: a part of its own where there are enough, else all of them (and one run at a time)."""
-    if len(devices) < runs:
+    if len(devices) < runs or not runs:
         return [tuple(devices)] * runs
     return [tuple(devices[index] for index in part) for part in split_cores(range(len(devices)), runs)]
 

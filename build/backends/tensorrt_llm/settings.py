@@ -34,6 +34,7 @@ class RoleInput:
     layout: KVLayout
     profile: RoleProfile
     max_seq_tokens: int
+    max_prompt_tokens: int
     engine_args: Settings
 
 
@@ -51,11 +52,6 @@ def fused_attention(precision: Precision) -> bool:
     return precision != "f32"
 
 
-def max_prompt_tokens(spec: TensorRTSpec, max_seq_tokens: int) -> int:
-    """The longest prompt, leaving at least one token to answer with."""
-    return spec.max_prompt_tokens or max(1, max_seq_tokens - 1)
-
-
 def draft_tokens(spec: TensorRTSpec, role: RoleName) -> int:
     """Draft tokens of one step: decode only."""
     if role == "prefill" or spec.speculative_decoding_mode is None:
@@ -66,7 +62,7 @@ def draft_tokens(spec: TensorRTSpec, role: RoleName) -> int:
 def role_settings(given: RoleInput) -> TensorRTConfig:
     """A role's settings with the pool's own `engine_args` in place of ours where they name the same thing."""
     spec, release = given.spec, given.release
-    prompt = max_prompt_tokens(spec, given.max_seq_tokens)
+    prompt = given.max_prompt_tokens
     block = given.layout.tokens_per_block
     ours = _build_flags(given) if release.mode == "engine" else {}
     config = TensorRTConfig(
