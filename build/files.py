@@ -149,8 +149,10 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 
 def link_tree(source: Path, target: Path) -> None:
-    """Makes `target` a folder with the same files as `source`, linked where possible."""
-    shutil.copytree(source, target, copy_function=lambda one, other: link_or_copy(Path(one), Path(other)))
+    """Makes `target` a folder with the same files as `source`, linked where possible; symbolic links stay such."""
+    shutil.copytree(
+        source, target, symlinks=True, copy_function=lambda one, other: link_or_copy(Path(one), Path(other))
+    )
 
 
 @contextlib.contextmanager

@@ -23,6 +23,8 @@ from trtpd.build.tensorrt_run_rules import check_run
 from trtpd.errors import InputError
 
 _GIB = 1 << 30
+_SHORT = 4
+"""Usual prompts that the longest one should be worth."""
 
 
 def check_descriptors(found: Sequence[Descriptor]) -> list[Finding]:
@@ -231,6 +233,17 @@ def _memory(
             f"is {role.tp}: {weights:.0f} GiB of weights on each {room.gpu.name} ({memory:.0f} GiB) leave room for "
             f"{room.kv_tokens} tokens of KV",
             "raise tp, lower kv.max_seq_tokens, or name a larger tensorrt_llm.gpu",
+        )
+    elif given.max_prompt_tokens is None and config.max_prompt_tokens < min(
+        pipeline.max_seq_tokens - 1, _SHORT * given.prompt_tokens
+    ):
+        yield warning(
+            "trt_prompt_short",
+            "tensorrt_llm.max_prompt_tokens",
+            (config.max_prompt_tokens, pipeline.max_seq_tokens),
+            f"is {config.max_prompt_tokens}: transfer buffers for longer prompts would take too much of what the "
+            f"weights leave on {room.gpu.name}",
+            "raise tp or name a larger tensorrt_llm.gpu, or set it yourself",
         )
     elif config.max_tokens_in_buffer > room.buffer_tokens + role.layout.tokens_per_block:
         buffers = 2 * config.max_tokens_in_buffer * room.kv_token_bytes / role.tp / _GIB

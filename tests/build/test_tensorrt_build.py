@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -292,6 +293,23 @@ def test_from_13_on_a_build_links_the_model_and_compiles_nothing(
     assert actions(make(spec_of(pools=pools), out)) == {"prefill": "keep", "decode": "link"}
     assert yaml.safe_load((out / "decode" / "llm_args.yaml").read_text())["max_batch_size"] == 24
     assert lint(out) == []
+
+
+def test_a_model_on_another_disk_is_pointed_to_and_never_copied(
+    spec_of: SpecOf, out: Path, install_tensorrt_llm: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_tensorrt_llm("1.3.0", gpus=0)
+    model, link = Path(spec_of().model), os.link
+
+    def one_disk(source: Any, target: Any, **options: Any) -> None:
+        if Path(source).resolve().is_relative_to(model):
+            raise OSError(errno.EXDEV, "other disk")
+        link(source, target, **options)
+
+    monkeypatch.setattr(os, "link", one_disk)
+    make(spec_of(), out)
+    assert actions(make(spec_of(), out)) == {"prefill": "keep", "decode": "keep"}
+    assert (out / "prefill" / "model" / "model.safetensors").readlink() == model / "model.safetensors"
 
 
 def test_one_role_is_built_beside_the_other(spec_of: SpecOf, out: Path, install_tensorrt_llm: Install) -> None:

@@ -57,6 +57,7 @@ PIPELINE_FAULTS: list[tuple[str, str, str, dict[str, Any], dict[str, Any]]] = [
     ("trt_buffer_small", "error", "pools.prefill", LLAMA_8B, trt(max_tokens_in_buffer=2048)),
     ("trt_buffer_blocks", "error", "pools.prefill", LLAMA_8B, trt(max_tokens_in_buffer=4001)),
     ("trt_buffer_memory", "warning", "tensorrt_llm.max_prompt_tokens", LLAMA_8B, trt(max_prompt_tokens=100_000)),
+    ("trt_prompt_short", "warning", "tensorrt_llm.max_prompt_tokens", LLAMA_70B, {"tensorrt_llm": {}}),
     ("trt_profiles", "error", "pools.decode", LLAMA_8B, args(opt_num_tokens=256)),
     ("trt_gather_draft", "error", "pools.decode", LLAMA_8B,
      args(gather_context_logits=True) | trt(speculative_decoding_mode="lookahead_decoding")),

@@ -168,7 +168,7 @@ def _compile_unfinished(checkpoint: Checkpoint, jobs: Sequence[Job], work: Path,
 
     def done(run: Run) -> None:
         job = by_role[run.role]
-        check_engine_dir(run.output, job.config, installed=installed_version("tensorrt_llm"))
+        check_engine_dir(run.output, job.config, installed=installed_version("tensorrt_llm"), devices=run.devices)
         run.output.rename(_engine_place(job, work))
 
     run_all(runs, program, side_by_side=len(devices) >= len(runs), done=done)

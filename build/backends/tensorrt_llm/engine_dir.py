@@ -4,9 +4,10 @@ was asked for."""
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,15 +63,16 @@ def engine_ranks(directory: Path) -> int:
     return rank
 
 
-def check_engine_dir(directory: Path, config: EngineConfig, *, installed: str) -> None:
-    """Raises BuildError, in one line, if what is in `directory` isn't what `config` asks for."""
+def check_engine_dir(directory: Path, config: EngineConfig, *, installed: str, devices: Sequence[str]) -> None:
+    """Raises BuildError, in one line, if what is in `directory` isn't what `config` asks for. `devices` are the GPUs
+    the engines may be opened on: others may be in use."""
     try:
         found = read_engine_dir(directory)
     except InputError as error:
         raise BuildError(str(error)) from error
     faults = [*_file_faults(directory, config.tp), *_config_faults(found, config, installed)]
     if not faults:
-        faults += _opened_faults(directory, config)
+        faults += _opened_faults(directory, config, devices)
     if faults:
         raise BuildError(f"{directory}: trtllm-build made something else than was asked for: {'; '.join(faults)}")
 
@@ -125,12 +127,15 @@ def _differences(found: Any, wanted: Settings, prefix: str) -> Iterator[str]:
             yield f"{prefix}{key} is {found.get(key)}, not {value}"
 
 
-def _opened_faults(directory: Path, config: EngineConfig) -> Iterator[str]:
+def _opened_faults(directory: Path, config: EngineConfig, devices: Sequence[str]) -> Iterator[str]:
     """What is wrong with the engines themselves, as a process of its own sees them with TensorRT (a fault in a
     library's loader ends only that process). Nothing where TensorRT isn't installed."""
     words = [sys.executable, "-P", "-m", "trtpd.build.backends.tensorrt_llm.inspect_engines", str(directory)]
+    environ = os.environ | ({"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {})
     try:
-        run = subprocess.run(words, capture_output=True, text=True, timeout=_INSPECT_TIMEOUT_S, check=False)
+        run = subprocess.run(
+            words, env=environ, capture_output=True, text=True, timeout=_INSPECT_TIMEOUT_S, check=False
+        )
     except subprocess.TimeoutExpired:
         yield f"its engines could not be opened within {_INSPECT_TIMEOUT_S:.0f} s"
         return
