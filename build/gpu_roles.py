@@ -9,7 +9,7 @@ from trtpd.build.backends.tensorrt_llm import settings
 from trtpd.build.backends.tensorrt_llm.release import Release, choose_release
 from trtpd.build.backends.tensorrt_llm.shards import tp_faults
 from trtpd.build.engines import engine_layout, weights_bytes
-from trtpd.build.gpus import Estimate, Gpu, choose_gpu, kv_token_bytes
+from trtpd.build.gpus import WEIGHT_BYTES, Estimate, Gpu, choose_gpu, kv_token_bytes
 from trtpd.build.machine import Machine
 from trtpd.build.manifest import Architecture, Precision, RoleName, RoleProfile, TensorRTConfig
 from trtpd.build.roles import RoleDefaults, gpu_defaults
@@ -31,10 +31,12 @@ def estimate(
     spec: PipelineSpec, precision: Precision, architecture: Architecture, machine: Machine, layout: KVLayout
 ) -> Estimate:
     """What one instance with such weights and KV can hold and do on the pipeline's GPU."""
+    # The embedding isn't split: every rank has all of it.
+    copies = (layout.tp - 1) * architecture.vocab_size * architecture.hidden_size * max(2, WEIGHT_BYTES[precision])
     return Estimate(
         gpu=target_gpu(spec, machine),
         tp=layout.tp,
-        weights_bytes=weights_bytes(spec.engine, architecture, precision),
+        weights_bytes=weights_bytes(spec.engine, architecture, precision) + copies,
         kv_token_bytes=kv_token_bytes(architecture, itemsize_bytes=layout.itemsize_bytes, tp=layout.tp),
         memory_share=spec.tensorrt_llm.free_gpu_memory_fraction,
     )
