@@ -6,23 +6,22 @@ one rename exchanges the two. Until that instant, whatever happens, the former b
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from trtpd.build.backends import openvino
+from trtpd.build.backends import backend_of
+from trtpd.build.backends.base import Job, Progress
 from trtpd.build.checkpoint import Checkpoint
 from trtpd.build.files import link_or_copy, link_tree, locked, staged, translated
-from trtpd.build.lint import lint_spec, open_model
+from trtpd.build.lint import lint_spec, open_model, open_plan
 from trtpd.build.machine import Machine, this_machine
 from trtpd.build.manifest import ENGINE_CONFIG, MANIFEST, Manifest, RoleName, read_manifest, write_json
 from trtpd.build.planning import Action, BuildPlan, Former, RolePlan, plan_build
 from trtpd.build.resolve import resolve
 from trtpd.build.spec import ROLES, PipelineSpec
 from trtpd.errors import BuildError, InputError, SpecError
-
-Progress = Callable[[str, int, int], None]
-"""(stage, done, total) in bytes; total is 0 where it isn't known."""
 
 Render = Callable[[Path, Manifest], None]
 """Writes the Triton model repository into a build directory, which is moved to its place afterwards."""
@@ -37,11 +36,12 @@ _TO_DO: dict[Action, str] = {"write": "to be written", "link": "settings to be w
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildResult:
-    """What was done, or with `dry_run` would be done."""
+    """What was done, or with `dry_run` would be done, down to the commands that would be run (`steps`)."""
 
     out: Path
     plan: BuildPlan
     dry_run: bool
+    steps: tuple[str, ...] = ()
 
     @property
     def manifest(self) -> Manifest:
@@ -52,7 +52,7 @@ class BuildResult:
         return self.plan.roles
 
     def summary(self) -> str:
-        """One line for each role."""
+        """One line for each role, then the steps of a dry run."""
         words = _TO_DO if self.dry_run else _DONE
         lines = []
         for plan in self.plans:
@@ -63,7 +63,7 @@ class BuildResult:
                 f"in {profile.kv_blocks} blocks of {layout.tokens_per_block}, steps of {profile.max_step_tokens} "
                 f"tokens, batch {profile.max_batch}, {instances} instance{'' if instances == 1 else 's'})"
             )
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.steps])
 
 
 def _no_progress(stage: str, done: int, total: int) -> None:
@@ -90,11 +90,11 @@ def build(
     """Builds `spec` into the folder `out`; blocks while another build of it runs.
 
     `role` builds only that one and keeps the others of the former build as they are; `force` writes even
-    what is unchanged; `dry_run` only says what would be done. Raises SpecError for what lint calls an error,
-    CheckpointError for a bad model, BuildError if `out` can't be written or holds something else.
+    what is unchanged; `dry_run` only says what would be done, and needs no weights. Raises SpecError for what
+    lint calls an error, CheckpointError for a bad model, BuildError if `out` can't be written or holds something else.
     """
     machine = machine or this_machine(openvino=spec.engine == "openvino")
-    checkpoint = open_model(spec)
+    checkpoint = open_plan(spec) if dry_run else open_model(spec)
     refuse_errors(spec, checkpoint, machine)
     out = out.resolve()
     pipeline = resolve(spec, checkpoint.architecture, machine)
@@ -105,9 +105,11 @@ def build(
         former = _former(out)
         progress("reading the model", 0, 0)
         plan = plan_build(pipeline, checkpoint, former, role=role, force=force)
-        if not dry_run:
-            _make(out, plan, checkpoint, render, progress)
-    return BuildResult(out=out, plan=plan, dry_run=dry_run)
+        if dry_run:
+            steps = _steps(out, plan, checkpoint, former)
+            return BuildResult(out=out, plan=plan, dry_run=True, steps=tuple(steps))
+        _make(out, plan, checkpoint, former, render, progress, force=force)
+    return BuildResult(out=out, plan=plan, dry_run=False)
 
 
 def refuse_errors(spec: PipelineSpec, checkpoint: Checkpoint, machine: Machine) -> None:
@@ -130,16 +132,49 @@ def _former(out: Path) -> Former | None:
         return None
 
 
-def _make(out: Path, plan: BuildPlan, checkpoint: Checkpoint, render: Render, progress: Progress) -> None:
+def _work(out: Path) -> Path:
+    """Where a backend keeps what is dear to make, until the build is in place."""
+    return out.with_name(f".{out.name}.work")
+
+
+def _jobs(plan: BuildPlan, new: Path, former: Former | None) -> list[Job]:
+    jobs = []
+    for role in plan.roles:
+        if role.action == "write" and role.weights is not None and plan.digest is not None:
+            place = former.folder / role.role if former is not None else None
+            directory = new / role.role
+            jobs.append(
+                Job(config=role.config, directory=directory, key=role.weights, digest=plan.digest, former=place)
+            )
+    return jobs
+
+
+def _steps(out: Path, plan: BuildPlan, checkpoint: Checkpoint, former: Former | None) -> list[str]:
+    backend = backend_of(plan.roles[0].config.engine)
+    return backend.steps(checkpoint, _jobs(plan, out, former), work=_work(out)) if backend is not None else []
+
+
+def _make(
+    out: Path,
+    plan: BuildPlan,
+    checkpoint: Checkpoint,
+    former: Former | None,
+    render: Render,
+    progress: Progress,
+    *,
+    force: bool,
+) -> None:
+    if force:
+        shutil.rmtree(_work(out), ignore_errors=True)
     with staged(out) as new:
         _carry_over(out, new, plan)
-        for role in plan.roles:
-            _make_role(role, out, new, checkpoint, progress)
         (new / "tokenizer").mkdir()
         checkpoint.source.write_tokenizer(new / "tokenizer")
+        _make_roles(plan, out, new, checkpoint, former, progress)
         progress("model repository", 0, 0)
         render(new, plan.manifest)
         write_json(new / MANIFEST, plan.manifest)
+    shutil.rmtree(_work(out), ignore_errors=True)
 
 
 def _carry_over(out: Path, new: Path, plan: BuildPlan) -> None:
@@ -155,22 +190,20 @@ def _carry_over(out: Path, new: Path, plan: BuildPlan) -> None:
             link_or_copy(path, new / path.name)
 
 
-def _make_role(plan: RolePlan, out: Path, new: Path, checkpoint: Checkpoint, progress: Progress) -> None:
-    if plan.action == "keep":
-        link_tree(out / plan.role, new / plan.role)
+def _make_roles(
+    plan: BuildPlan, out: Path, new: Path, checkpoint: Checkpoint, former: Former | None, progress: Progress
+) -> None:
+    for role in plan.roles:
+        if role.action == "keep":
+            link_tree(out / role.role, new / role.role)
+        else:
+            (new / role.role).mkdir()
+            write_json(new / role.role / ENGINE_CONFIG, role.config)
+    backend = backend_of(plan.roles[0].config.engine)
+    if backend is None:
         return
-    directory = new / plan.role
-    directory.mkdir()
-    write_json(directory / ENGINE_CONFIG, plan.config)
-    if plan.linked_role is not None:
-        source = (new if plan.from_new else out) / plan.linked_role
-        link_or_copy(source / openvino.WEIGHTS_FILE, directory / openvino.WEIGHTS_FILE)
-    elif plan.weights is not None:
-        openvino.write_weights(
-            checkpoint,
-            plan.config.architecture,
-            plan.config.precision,
-            directory,
-            key=plan.weights,
-            progress=lambda done, total: progress(f"{plan.role} weights", done, total),
-        )
+    backend.write(checkpoint, _jobs(plan, new, former), work=_work(out), progress=progress)
+    for role in plan.roles:
+        if role.action == "link" and role.linked_role is not None:
+            source = (new if role.from_new else out) / role.linked_role
+            backend.link(source, role.config, new / role.role)

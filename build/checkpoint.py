@@ -1,7 +1,7 @@
 """Model checkpoints: a Hugging Face folder or a GGUF file, as an Architecture and a lazy source of tensors.
 
-Only LlamaForCausalLM. Tensors have Hugging Face names and come one at a time as float32, so memory is
-bounded by the largest of them.
+Tensors have Hugging Face names and come one at a time, as float32 or as they are stored, so memory is bounded
+by the largest of them. Which models are taken is the engine's to say.
 """
 
 from __future__ import annotations
@@ -13,17 +13,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy.typing as npt
 import xxhash
 
+from trtpd.build.families import PLAIN_LLAMA, ModelRules
 from trtpd.build.gguf_model import GgufFile, gguf_name
 from trtpd.build.gguf_tokenizer import special_ids, write_tokenizer
-from trtpd.build.hf_config import architecture_from_config, read_json
-from trtpd.build.manifest import Architecture
+from trtpd.build.hf_config import architecture_from_config, checked_quantization, read_json
+from trtpd.build.manifest import Architecture, Quantization
 from trtpd.build.tensors import F32Array, TensorFile
 from trtpd.errors import CheckpointError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
 _READ_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor's stored values; `dtype` is the safetensors name (BF16 and F8_E4M3 are bit patterns)."""
+
+    dtype: str
+    values: npt.NDArray[Any]
 
 
 class TensorSource(Protocol):
@@ -35,8 +45,11 @@ class TensorSource(Protocol):
     def read(self, name: str) -> F32Array:
         """One tensor by its Hugging Face name, in memory of its own. Raises CheckpointError."""
 
+    def stored(self, name: str) -> StoredTensor:
+        """One tensor as it is stored, read as far as it is looked at. Raises CheckpointError."""
+
     def files(self) -> list[Path]:
-        """The files that hold the tensors."""
+        """The files that hold the tensors; none if there is only a configuration."""
 
     def write_tokenizer(self, folder: Path) -> None:
         """Puts the tokenizer's files into `folder`. Raises CheckpointError if there is none."""
@@ -71,17 +84,20 @@ class Checkpoint:
 
 
 def expected_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a LlamaForCausalLM with its shape, in the order of computation."""
+    """Every weight of a model with its shape, in the order of computation (scales of quantised ones not)."""
     a = architecture
     q, kv = a.num_attention_heads * a.head_dim, a.num_key_value_heads * a.head_dim
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (a.vocab_size, a.hidden_size)}
     for layer in range(a.num_hidden_layers):
         prefix = f"model.layers.{layer}."
+        shapes[prefix + "input_layernorm.weight"] = (a.hidden_size,)
+        for part, rows in (("q", q), ("k", kv), ("v", kv)):
+            shapes[f"{prefix}self_attn.{part}_proj.weight"] = (rows, a.hidden_size)
+            if a.attention_bias:
+                shapes[f"{prefix}self_attn.{part}_proj.bias"] = (rows,)
+        if a.qk_norm:
+            shapes |= {prefix + f"self_attn.{part}_norm.weight": (a.head_dim,) for part in "qk"}
         shapes |= {
-            prefix + "input_layernorm.weight": (a.hidden_size,),
-            prefix + "self_attn.q_proj.weight": (q, a.hidden_size),
-            prefix + "self_attn.k_proj.weight": (kv, a.hidden_size),
-            prefix + "self_attn.v_proj.weight": (kv, a.hidden_size),
             prefix + "self_attn.o_proj.weight": (a.hidden_size, q),
             prefix + "post_attention_layernorm.weight": (a.hidden_size,),
             prefix + "mlp.gate_proj.weight": (a.intermediate_size, a.hidden_size),
@@ -94,13 +110,13 @@ def expected_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
+def open_checkpoint(path: Path, rules: ModelRules = PLAIN_LLAMA) -> Checkpoint:
     """Opens a Hugging Face folder or a GGUF file and checks it whole: files, architecture, every shape.
 
-    Raises CheckpointError, one line. Reads no tensor yet.
+    Raises CheckpointError, one line, also for a model that `rules` don't take. Reads no tensor yet.
     """
     if path.is_dir():
-        return _open_folder(path)
+        return _open_folder(path, rules)
     if not path.is_file():
         raise CheckpointError(
             f"{path}: no such model; give a Hugging Face folder or a .gguf file, or run `trtpd fetch smollm2`"
@@ -110,18 +126,40 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return checkpoint_of(GgufFile(path))
 
 
-def open_architecture(path: Path) -> Checkpoint:
-    """As open_checkpoint without looking at the weights, which may be absent: for engines that have none."""
+def open_architecture(path: Path, rules: ModelRules = PLAIN_LLAMA) -> Checkpoint:
+    """As open_checkpoint without looking at the weights, which may be absent: for engines that have none, and
+    for plans."""
     if path.is_dir():
         config = read_json(path / "config.json")
-        source = _FolderSource(path, {}, [])
         return Checkpoint(
             path=path.resolve(),
-            architecture=architecture_from_config(config, path / "config.json"),
+            architecture=_architecture(path, config, rules),
             end_ids=_end_ids(path, config),
-            source=source,
+            source=_FolderSource(path, {}, []),
         )
-    return open_checkpoint(path)
+    return open_checkpoint(path, rules)
+
+
+def has_weights(path: Path) -> bool:
+    """Whether there is any file of weights at `path`, whole or not."""
+    return path.is_file() or any(path.glob("*.safetensors")) or (path / "model.safetensors.index.json").is_file()
+
+
+def _architecture(folder: Path, config: dict[str, Any], rules: ModelRules) -> Architecture:
+    quantization = _modelopt_file(folder) if rules.quantised else None
+    return architecture_from_config(config, folder / "config.json", rules, quantization=quantization)
+
+
+def _modelopt_file(folder: Path) -> Quantization | None:
+    """What ModelOpt's hf_quant_config.json says of the weights, None if there is none."""
+    path = folder / "hf_quant_config.json"
+    if not path.is_file():
+        return None
+    found = read_json(path).get("quantization")
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path}: quantization is missing")
+    excluded = found.get("exclude_modules") or []
+    return checked_quantization(found.get("quant_algo"), found.get("kv_cache_quant_algo"), excluded, path)
 
 
 class _FolderSource:
@@ -136,6 +174,12 @@ class _FolderSource:
     def read(self, name: str) -> F32Array:
         return self._tensors[name].read(name)
 
+    def stored(self, name: str) -> StoredTensor:
+        if name not in self._tensors:
+            raise CheckpointError(f"{self._folder}: tensor {name} is missing")
+        file = self._tensors[name]
+        return StoredTensor(file.specs[name].dtype, file.read_stored(name))
+
     def files(self) -> list[Path]:
         return self._files
 
@@ -147,10 +191,9 @@ class _FolderSource:
                 shutil.copyfile(self._folder / name, folder / name)
 
 
-def _open_folder(folder: Path) -> Checkpoint:
-    config_path = folder / "config.json"
-    config = read_json(config_path)
-    architecture = architecture_from_config(config, config_path)
+def _open_folder(folder: Path, rules: ModelRules) -> Checkpoint:
+    config = read_json(folder / "config.json")
+    architecture = _architecture(folder, config, rules)
     files = _weight_files(folder)
     opened = {path: TensorFile(path) for path in dict.fromkeys(files.values())}
     tensors: dict[str, TensorFile] = {}
@@ -213,6 +256,9 @@ class _GgufSource:
 
     def read(self, name: str) -> F32Array:
         return self._gguf.read(name)
+
+    def stored(self, name: str) -> StoredTensor:
+        return StoredTensor("F32", self._gguf.read(name))
 
     def files(self) -> list[Path]:
         return [self._gguf.path]

@@ -57,26 +57,27 @@ def check(deployment: Deployment, machine: Machine) -> list[Finding]:
     return sorted(found, key=lambda finding: finding.severity != "error")
 
 
-def _error(code: str, where: str, values: tuple[object, object], message: str, mend: str) -> Finding:
+def error(code: str, where: str, values: tuple[object, object], message: str, mend: str) -> Finding:
     pair = (str(values[0]), str(values[1]))
     return Finding(code=code, severity="error", where=where, values=pair, message=message, mend=mend)
 
 
-def _warning(code: str, where: str, values: tuple[object, object], message: str, mend: str) -> Finding:
+def warning(code: str, where: str, values: tuple[object, object], message: str, mend: str) -> Finding:
     pair = (str(values[0]), str(values[1]))
     return Finding(code=code, severity="warning", where=where, values=pair, message=message, mend=mend)
 
 
-def _engine(deployment: Deployment, machine: Machine) -> Iterator[Finding]:
-    if not ENGINES[deployment.engine].buildable:
-        built = [name for name, rules in ENGINES.items() if rules.buildable]
-        yield _error(
-            "engine_not_built",
-            "engine",
-            (deployment.engine, ", ".join(built)),
-            f"this version of trtpd doesn't build {deployment.engine} engines yet",
-            f"use engine: {built[0]}",
-        )
+def _precisions_known(deployment: Deployment, machine: Machine) -> Iterator[Finding]:
+    known = ENGINES[deployment.engine].precisions
+    for role in deployment.roles:
+        if role.precision not in known:
+            yield error(
+                "precision_unsupported",
+                f"pools.{role.role}.precision",
+                (role.precision, ", ".join(known)),
+                f"is {role.precision}; {deployment.engine} has weights in {', '.join(known)}",
+                f"use precision: {known[0]}",
+            )
 
 
 def _kv_dtypes(deployment: Deployment, machine: Machine) -> Iterator[Finding]:
@@ -84,7 +85,7 @@ def _kv_dtypes(deployment: Deployment, machine: Machine) -> Iterator[Finding]:
     for role in deployment.roles:
         where, dtype = f"pools.{role.role}.kv_dtype", role.layout.dtype
         if dtype != first.layout.dtype:
-            yield _error(
+            yield error(
                 "kv_dtype_differs",
                 where,
                 (first.layout.dtype, dtype),
@@ -93,7 +94,7 @@ def _kv_dtypes(deployment: Deployment, machine: Machine) -> Iterator[Finding]:
             )
         feature = rules.kv_dtypes.get(dtype)
         if dtype not in rules.kv_dtypes:
-            yield _error(
+            yield error(
                 "kv_dtype_unsupported",
                 where,
                 (dtype, ", ".join(rules.kv_dtypes)),
@@ -101,7 +102,7 @@ def _kv_dtypes(deployment: Deployment, machine: Machine) -> Iterator[Finding]:
                 f"use kv.dtype: {next(iter(rules.kv_dtypes))}",
             )
         elif feature is not None and feature not in machine.cpu_features:
-            yield _error(
+            yield error(
                 "kv_dtype_cpu",
                 where,
                 (dtype, ", ".join(machine.cpu_features)),
@@ -114,7 +115,7 @@ def _tokens_per_block(deployment: Deployment, machine: Machine) -> Iterator[Find
     allowed, found = ENGINES[deployment.engine].tokens_per_block, deployment.roles[0].layout.tokens_per_block
     if allowed is not None and found not in allowed:
         choice = ", ".join(map(str, allowed))
-        yield _error(
+        yield error(
             "tokens_per_block",
             "kv.tokens_per_block",
             (found, choice),
@@ -128,7 +129,7 @@ def _tp(deployment: Deployment, machine: Machine) -> Iterator[Finding]:
     for role in deployment.roles:
         where = f"pools.{role.role}.tp"
         if limit is not None and role.tp > limit:
-            yield _error(
+            yield error(
                 "tp_unsupported",
                 where,
                 (role.tp, limit),
@@ -136,7 +137,7 @@ def _tp(deployment: Deployment, machine: Machine) -> Iterator[Finding]:
                 f"set it to {limit} and raise instances instead",
             )
         if role.tp > heads:
-            yield _error(
+            yield error(
                 "tp_heads",
                 where,
                 (role.tp, heads),
@@ -154,7 +155,7 @@ def _cores(deployment: Deployment, machine: Machine) -> Iterator[Finding]:
         where, cores = f"pools.{role.role}.cores", role.profile.cores
         absent = [core for core in cores if core not in machine.cores]
         if absent:
-            yield _error(
+            yield error(
                 "cores_missing",
                 where,
                 (", ".join(map(str, absent)), here),
@@ -165,7 +166,7 @@ def _cores(deployment: Deployment, machine: Machine) -> Iterator[Finding]:
             continue
         shared = {owner[core]: core for core in cores if core in owner}
         for other, core in shared.items():
-            yield _warning(
+            yield warning(
                 "cores_shared",
                 where,
                 (other, role.role),
@@ -175,7 +176,7 @@ def _cores(deployment: Deployment, machine: Machine) -> Iterator[Finding]:
         owner |= dict.fromkeys(cores, role.role)
         share = max(1, len(cores) // len(role.instances))
         if role.profile.threads > share:
-            yield _warning(
+            yield warning(
                 "threads_over_cores",
                 f"pools.{role.role}.threads",
                 (role.profile.threads, share),
@@ -188,7 +189,7 @@ def _steps(deployment: Deployment, machine: Machine) -> Iterator[Finding]:
     for role in deployment.roles:
         profile = role.profile
         if profile.max_step_tokens < profile.max_batch:
-            yield _error(
+            yield error(
                 "step_below_batch",
                 f"pools.{role.role}.max_step_tokens",
                 (profile.max_step_tokens, profile.max_batch),
@@ -196,7 +197,7 @@ def _steps(deployment: Deployment, machine: Machine) -> Iterator[Finding]:
                 "raise it, or lower max_batch",
             )
         if profile.chunk_tokens > profile.max_step_tokens:
-            yield _error(
+            yield error(
                 "chunk_above_step",
                 f"pools.{role.role}.chunk_tokens",
                 (profile.chunk_tokens, profile.max_step_tokens),
@@ -208,7 +209,7 @@ def _steps(deployment: Deployment, machine: Machine) -> Iterator[Finding]:
 def _sequence(deployment: Deployment, machine: Machine) -> Iterator[Finding]:
     longest, known = deployment.max_seq_tokens, deployment.architecture.max_position_embeddings
     if longest > known:
-        yield _error(
+        yield error(
             "max_seq_tokens",
             "kv.max_seq_tokens",
             (longest, known),
@@ -218,7 +219,7 @@ def _sequence(deployment: Deployment, machine: Machine) -> Iterator[Finding]:
     for role in deployment.roles:
         held = role.profile.kv_blocks * role.layout.tokens_per_block
         if held < longest:
-            yield _error(
+            yield error(
                 "kv_pool_small",
                 f"pools.{role.role}.kv_tokens",
                 (held, longest),
@@ -231,7 +232,7 @@ def _precisions(deployment: Deployment, machine: Machine) -> Iterator[Finding]:
     first = deployment.roles[0]
     for role in deployment.roles[1:]:
         if role.precision != first.precision:
-            yield _warning(
+            yield warning(
                 "precision_differs",
                 f"pools.{role.role}.precision",
                 (first.precision, role.precision),
@@ -269,14 +270,14 @@ def _fits(
     needed = f"{needed_bytes // _MIB} MiB"
     if needed_bytes > total_bytes:
         size = f"{total_bytes // _MIB} MiB"
-        yield _error(code, "pools", (needed, size), f"{what} need {needed}; {place} has {size} in all", mend)
+        yield error(code, "pools", (needed, size), f"{what} need {needed}; {place} has {size} in all", mend)
     elif needed_bytes > free_bytes:
         free = f"{free_bytes // _MIB} MiB"
-        yield _warning(code, "pools", (needed, free), f"{what} need {needed}; {place} has {free} free now", mend)
+        yield warning(code, "pools", (needed, free), f"{what} need {needed}; {place} has {free} free now", mend)
 
 
 _CHECKERS = (
-    _engine,
+    _precisions_known,
     _kv_dtypes,
     _tokens_per_block,
     _tp,

@@ -8,6 +8,8 @@ from typing import Literal
 
 import msgspec
 
+from trtpd.build.families import ALL_FAMILIES, PLAIN_LLAMA, ModelRules
+from trtpd.build.gpus import WEIGHT_BYTES
 from trtpd.build.manifest import Architecture, Precision
 from trtpd.kv_transfer.layout import KVDtype, KVLayout
 
@@ -18,8 +20,8 @@ EngineName = Literal["openvino", "tensorrt_llm", "emulated"]
 class EngineRules:
     """`kv_dtypes` maps each KV dtype to the CPU feature it needs (None: none). `tokens_per_block` None: any.
 
-    `max_tp` None: no bound. `pool_tokens` is the size of a KV pool that nobody asked otherwise. `buildable`
-    is False for an engine that pipeline files may name and this version doesn't build.
+    `max_tp` None: no bound. `pool_tokens` is the size of a KV pool that nobody asked otherwise; an engine that
+    isn't on the CPU sizes it by its GPU.
     """
 
     kv_dtypes: Mapping[KVDtype, str | None]
@@ -29,7 +31,8 @@ class EngineRules:
     pool_tokens: int
     has_weights: bool = True
     on_cpu: bool = True
-    buildable: bool = True
+    models: ModelRules = PLAIN_LLAMA
+    precisions: tuple[Precision, ...] = ("f32", "bf16", "int8")
     emulated_layout: KVLayout | None = field(default=None)
 
 
@@ -43,13 +46,14 @@ ENGINES: dict[EngineName, EngineRules] = {
         pool_tokens=16_384,
     ),
     "tensorrt_llm": EngineRules(
-        kv_dtypes={"bf16": None, "f16": None},
+        kv_dtypes={"f32": None, "bf16": None, "f16": None, "fp8": None},
         tokens_per_block=(16, 32, 64, 128),
         default_tokens_per_block=32,
         max_tp=None,
         pool_tokens=1_048_576,
         on_cpu=False,
-        buildable=False,
+        models=ALL_FAMILIES,
+        precisions=("f32", "bf16", "f16", "int8", "fp8"),
     ),
     "emulated": EngineRules(
         kv_dtypes={"f32": None, "bf16": None, "f16": None},
@@ -96,9 +100,6 @@ def engine_architecture(engine: EngineName, architecture: Architecture) -> Archi
     )
 
 
-WEIGHT_BYTES: dict[Precision, int] = {"f32": 4, "bf16": 2, "int8": 1}
-
-
 def weights_bytes(engine: EngineName, architecture: Architecture, precision: Precision) -> int:
     """About how much memory one instance's weights take."""
     if not ENGINES[engine].has_weights:
@@ -107,6 +108,9 @@ def weights_bytes(engine: EngineName, architecture: Architecture, precision: Pre
     attention = 2 * a.hidden_size * a.head_dim * (a.num_attention_heads + a.num_key_value_heads)
     layer = attention + 3 * a.hidden_size * a.intermediate_size
     embedding = a.vocab_size * a.hidden_size
+    if not ENGINES[engine].on_cpu:
+        # The head is stored beside the embedding even if they are tied, and neither is quantised.
+        return a.num_hidden_layers * layer * WEIGHT_BYTES[precision] + 2 * embedding * max(2, WEIGHT_BYTES[precision])
     heads = 1 if not a.tie_word_embeddings or precision == "int8" else 0
     linear = (a.num_hidden_layers * layer + heads * embedding) * WEIGHT_BYTES[precision]
     return linear + embedding * max(2, WEIGHT_BYTES[precision])

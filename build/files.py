@@ -12,10 +12,13 @@ import ctypes
 import errno
 import fcntl
 import glob
+import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import msgspec
 
 from trtpd.errors import TrtpdError
 
@@ -130,6 +133,11 @@ def _sync_directory(folder: Path) -> None:
         os.close(handle)
 
 
+def digest_of(*parts: object) -> str:
+    """Names a content: equal for equal parts."""
+    return hashlib.sha256(msgspec.json.encode(parts, order="sorted")).hexdigest()[:16]
+
+
 def link_or_copy(source: Path, target: Path) -> None:
     """A hard link where the file system allows one, else a copy. Neither file is ever written again."""
     try:
@@ -141,8 +149,10 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 
 def link_tree(source: Path, target: Path) -> None:
-    """Makes `target` a folder with the same files as `source`, linked where possible."""
-    shutil.copytree(source, target, copy_function=lambda one, other: link_or_copy(Path(one), Path(other)))
+    """Makes `target` a folder with the same files as `source`, linked where possible; symbolic links stay such."""
+    shutil.copytree(
+        source, target, symlinks=True, copy_function=lambda one, other: link_or_copy(Path(one), Path(other))
+    )
 
 
 @contextlib.contextmanager

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from trtpd.build.manifest import Architecture, RopeScaling
+from trtpd.build.families import FAMILIES, PLAIN_LLAMA, Family, ModelRules
+from trtpd.build.manifest import Architecture, Quantization, RopeScaling
 from trtpd.errors import CheckpointError
 
 ARCHITECTURE = "LlamaForCausalLM"
@@ -66,19 +67,24 @@ class _Fields:
             )
 
 
-def architecture_from_config(config: dict[str, Any], where: Path) -> Architecture:
-    """The architecture a config.json describes. Raises CheckpointError for anything but a plain Llama.
+def architecture_from_config(
+    config: dict[str, Any], where: Path, rules: ModelRules = PLAIN_LLAMA, *, quantization: Quantization | None = None
+) -> Architecture:
+    """The architecture a config.json describes. Raises CheckpointError for a model that `rules` don't take.
 
-    Takes `rope_theta` and `rope_scaling`, or the newer `rope_parameters` that holds both.
+    Takes `rope_theta` and `rope_scaling`, or the newer `rope_parameters` that holds both. `quantization` is
+    what files beside it say of the weights; the config's own word counts where there is none.
     """
-    names = config.get("architectures") or [config.get("model_type", "nothing")]
-    if names != [ARCHITECTURE] and names != ["llama"]:
-        raise CheckpointError(f"{where}: the model is {', '.join(map(str, names))}; only {ARCHITECTURE} is supported")
+    family = _family(config, where, rules)
     fields = _Fields(config, where)
     fields.must_be("hidden_act", "silu")
-    fields.must_be("attention_bias", False)
     fields.must_be("mlp_bias", False)
-    fields.must_be("quantization_config", {})
+    if family.model_class in (ARCHITECTURE, "Qwen3ForCausalLM"):
+        fields.must_be("attention_bias", False)
+    if rules.quantised:
+        quantization = quantization or quantization_of(config, where)
+    else:
+        fields.must_be("quantization_config", {})
     hidden, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
     kv_heads = fields.count("num_key_value_heads", heads)
     head_dim = fields.count("head_dim", hidden // heads or None)
@@ -88,6 +94,8 @@ def architecture_from_config(config: dict[str, Any], where: Path) -> Architectur
         )
     if head_dim % 2:
         raise CheckpointError(f"{where}: head_dim is {head_dim}; rotary embedding needs an even one")
+    positions = fields.count("max_position_embeddings", 2048)
+    _full_attention(config, where, family, positions)
     rope_theta, rope_scaling = _rope(config, where)
     return Architecture(
         num_hidden_layers=fields.count("num_hidden_layers"),
@@ -99,10 +107,62 @@ def architecture_from_config(config: dict[str, Any], where: Path) -> Architectur
         vocab_size=fields.count("vocab_size"),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         rope_theta=rope_theta,
-        max_position_embeddings=fields.count("max_position_embeddings", 2048),
+        max_position_embeddings=positions,
         tie_word_embeddings=_flag(config, "tie_word_embeddings", where),
         rope_scaling=rope_scaling,
+        family=family.name,
+        attention_bias=family.attention_bias,
+        qk_norm=family.qk_norm,
+        quantization=quantization,
     )
+
+
+def _family(config: dict[str, Any], where: Path, rules: ModelRules) -> Family:
+    names = config.get("architectures") or [config.get("model_type", "nothing")]
+    taken = [FAMILIES[name] for name in rules.families]
+    for family in taken:
+        if names in ([family.model_class], [family.name]):
+            return family
+    only = [family.model_class for family in taken]
+    choice = f"only {only[0]} is" if len(only) == 1 else f"{', '.join(only)} are"
+    raise CheckpointError(f"{where}: the model is {', '.join(map(str, names))}; {choice} supported")
+
+
+def _full_attention(config: dict[str, Any], where: Path, family: Family, positions: int) -> None:
+    """Raises CheckpointError if tokens see only those in a window: no engine here has one."""
+    window = config.get("sliding_window")
+    if window is None or (family.window_flag is not None and not config.get(family.window_flag)):
+        return
+    if not isinstance(window, int) or window < positions:
+        raise CheckpointError(
+            f"{where}: sliding_window is {json.dumps(window)} with {positions} positions; only full attention "
+            "is supported: set max_position_embeddings to the window's size to use the model within it"
+        )
+
+
+def quantization_of(config: dict[str, Any], where: Path) -> Quantization | None:
+    """What a config.json's quantization_config (made by ModelOpt) says. Raises CheckpointError for any other."""
+    found = config.get("quantization_config")
+    if not found:
+        return None
+    if not isinstance(found, dict) or found.get("quant_method") != "modelopt":
+        raise CheckpointError(
+            f"{where}: quantization_config is {json.dumps(found)}; only FP8 made by ModelOpt is supported"
+        )
+    scheme = found.get("kv_cache_scheme") or {}
+    kv = found.get("kv_cache_quant_algo") or ("FP8" if scheme.get("num_bits") == 8 else None)
+    return checked_quantization(found.get("quant_algo"), kv, found.get("ignore") or [], where)
+
+
+def checked_quantization(quant_algo: Any, kv_algo: Any, excluded: Any, where: Path) -> Quantization:
+    """A Quantization out of a file's values. Raises CheckpointError for a kind that can't be converted."""
+    if quant_algo != "FP8":
+        raise CheckpointError(f"{where}: quant_algo is {json.dumps(quant_algo)}; only FP8 (one scale a tensor) is read")
+    if kv_algo not in (None, "FP8"):
+        raise CheckpointError(f"{where}: kv_cache_quant_algo is {json.dumps(kv_algo)}; only FP8 is read")
+    if not isinstance(excluded, list) or not all(isinstance(name, str) for name in excluded):
+        raise CheckpointError(f"{where}: the list of excluded modules is {json.dumps(excluded)}; it must hold names")
+    return Quantization(quant_algo="FP8", kv_cache_quant_algo=kv_algo, exclude_modules=tuple(excluded))
 
 
 def _flag(config: dict[str, Any], key: str, where: Path) -> bool:

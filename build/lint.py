@@ -6,8 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import cast, get_args
 
-from trtpd.build.checkpoint import Checkpoint, open_architecture, open_checkpoint
-from trtpd.build.checks import Deployment, Finding, check
+from trtpd.build import lint_tensorrt_llm
+from trtpd.build.backends import backend_of
+from trtpd.build.backends.tensorrt_llm.engine_dir import is_engine_dir
+from trtpd.build.checkpoint import Checkpoint, has_weights, open_architecture, open_checkpoint
+from trtpd.build.checks import Deployment, Finding, check, error, warning
 from trtpd.build.engines import ENGINES, EngineName
 from trtpd.build.machine import Machine, this_machine
 from trtpd.build.manifest import (
@@ -28,26 +31,43 @@ _REBUILD = "build it again with `trtpd build`"
 
 
 def lint(path: Path, *, machine: Machine | None = None) -> list[Finding]:
-    """Findings on a pipeline file or a build directory, errors first.
+    """Findings on a pipeline file, a build directory or one that trtllm-build wrote, errors first.
 
     Raises SpecError, CheckpointError or InputError for what can't even be read.
     """
+    if is_engine_dir(path):
+        return lint_tensorrt_llm.lint_engine_dirs([path])
     if path.is_dir():
         return lint_build(path, machine=machine)
     spec = load_spec(path)
     machine = machine or this_machine(openvino=spec.engine == "openvino")
-    return lint_spec(spec, open_model(spec), machine)
+    return lint_spec(spec, open_plan(spec), machine)
 
 
 def open_model(spec: PipelineSpec) -> Checkpoint:
     """The spec's model; weights are looked at only if its engine has any. Raises CheckpointError."""
-    opener = open_checkpoint if ENGINES[spec.engine].has_weights else open_architecture
-    return opener(Path(spec.model))
+    rules = ENGINES[spec.engine]
+    opener = open_checkpoint if rules.has_weights else open_architecture
+    return opener(Path(spec.model), rules.models)
+
+
+def open_plan(spec: PipelineSpec) -> Checkpoint:
+    """As open_model, for plans: an engine off the CPU may be planned for from a config.json alone."""
+    rules = ENGINES[spec.engine]
+    if rules.on_cpu or has_weights(Path(spec.model)):
+        return open_model(spec)
+    return open_architecture(Path(spec.model), rules.models)
 
 
 def lint_spec(spec: PipelineSpec, checkpoint: Checkpoint, machine: Machine) -> list[Finding]:
     """Findings on a pipeline file with its model."""
-    findings = check(Deployment.of(resolve(spec, checkpoint.architecture, machine)), machine)
+    pipeline = resolve(spec, checkpoint.architecture, machine)
+    findings = check(Deployment.of(pipeline), machine) + list(_own_args(spec))
+    if spec.engine == "tensorrt_llm":
+        findings += lint_tensorrt_llm.lint_pipeline(pipeline, checkpoint.architecture, machine)
+        findings.sort(key=lambda finding: finding.severity != "error")
+        if not checkpoint.source.files():
+            findings.append(_no_weights(checkpoint))
     if not checkpoint.end_ids:
         findings.append(
             Finding(
@@ -60,6 +80,28 @@ def lint_spec(spec: PipelineSpec, checkpoint: Checkpoint, machine: Machine) -> l
             )
         )
     return findings
+
+
+def _own_args(spec: PipelineSpec) -> Iterator[Finding]:
+    for role, pool in spec.pools.given().items():
+        if pool.engine_args and spec.engine != "tensorrt_llm":
+            yield error(
+                "engine_args_unused",
+                f"pools.{role}.engine_args",
+                (", ".join(pool.engine_args), spec.engine),
+                f"is given, but {spec.engine} takes none",
+                "leave it out",
+            )
+
+
+def _no_weights(checkpoint: Checkpoint) -> Finding:
+    return warning(
+        "no_weights",
+        "model",
+        ("config.json", "no weights"),
+        f"{checkpoint.path} has no weights, so this can be planned but not built",
+        "download them beside its config.json",
+    )
 
 
 def lint_build(build: Path, *, machine: Machine | None = None) -> list[Finding]:
@@ -91,8 +133,12 @@ def _lint_engines(
         entry = manifest.roles[role]
         yield from _fingerprints(manifest, entry.directory, entry.fingerprint, config)
         yield from _loadable(entry.directory, config)
-        if ENGINES[cast(EngineName, engine)].has_weights:
+        if engine == "tensorrt_llm":
+            yield from _content(build / entry.directory, entry.directory)
+        elif ENGINES[cast(EngineName, engine)].has_weights:
             yield from _weights(build / entry.directory, entry.directory, config)
+    if engine == "tensorrt_llm":
+        yield from lint_tensorrt_llm.lint_build_roles(build, configs)
     yield from check(_deployment(manifest, configs), machine)
 
 
@@ -166,6 +212,12 @@ def _loadable(where: str, config: EngineConfig) -> Iterator[Finding]:
             message=f"this CPU also has {', '.join(more)}, which the build makes no use of",
             mend=f"{_REBUILD} --force to use it",
         )
+
+
+def _content(directory: Path, where: str) -> Iterator[Finding]:
+    backend = backend_of("tensorrt_llm")
+    if backend is not None and backend.found_key(directory) is None:
+        yield _broken(where, f"{directory}: a file of its engine or model is missing or has another size")
 
 
 def _weights(directory: Path, where: str, config: EngineConfig) -> Iterator[Finding]:

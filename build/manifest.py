@@ -3,14 +3,15 @@
 BUILD/
   manifest.json      Manifest
   tokenizer/         tokenizer.json, tokenizer_config.json, generation_config.json as the checkpoint had them
-  prefill/ decode/ mixed/   config.json (EngineConfig) and rank<N>.safetensors
+  prefill/ decode/ mixed/   config.json (EngineConfig), and what the engine loads: rank<N>.safetensors, or for
+                     tensorrt_llm engine/ (compiled) or llm_args.yaml and model/ (LLM API)
   model_repo/        the Triton model repository
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -23,9 +24,10 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 ENGINE_CONFIG = "config.json"
 REBUILD = "build it again with `trtpd build pipeline.yaml --force`"
-_ENGINE_PACKAGES = {"openvino": ("openvino",)}
+_ENGINE_PACKAGES = {"openvino": ("openvino",), "tensorrt_llm": ("tensorrt_llm",)}
 RoleName = Literal["prefill", "decode", "mixed"]
-Precision = Literal["f32", "bf16", "int8"]
+Precision = Literal["f32", "bf16", "f16", "int8", "fp8"]
+Settings = dict[str, Any]
 
 
 class RopeScaling(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,8 +39,19 @@ class RopeScaling(msgspec.Struct, frozen=True, kw_only=True):
     original_max_position_embeddings: int
 
 
+class Quantization(msgspec.Struct, frozen=True, kw_only=True):
+    """How a checkpoint's weights are stored, names as in TensorRT-LLM: linear weights in `quant_algo`, except
+    in modules that a pattern of `exclude_modules` names; `kv_cache_quant_algo` says that it brings scales for
+    a KV cache of that kind."""
+
+    quant_algo: str
+    kv_cache_quant_algo: str | None = None
+    exclude_modules: tuple[str, ...] = ()
+
+
 class Architecture(msgspec.Struct, frozen=True, kw_only=True):
-    """The numbers of a LlamaForCausalLM, names as in a Hugging Face config."""
+    """The numbers of a decoder, names as in a Hugging Face config. `family` is a name of families.py;
+    `attention_bias` says that q, k and v have biases, `qk_norm` that q and k are normalised per head."""
 
     num_hidden_layers: int
     hidden_size: int
@@ -52,6 +65,10 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     max_position_embeddings: int
     tie_word_embeddings: bool
     rope_scaling: RopeScaling | None = None
+    family: str = "llama"
+    attention_bias: bool = False
+    qk_norm: bool = False
+    quantization: Quantization | None = None
 
 
 class RoleProfile(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,6 +85,30 @@ class RoleProfile(msgspec.Struct, frozen=True, kw_only=True):
     kv_blocks: int
     threads: int
     cores: tuple[int, ...] = ()
+
+
+class TensorRTConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What a tensorrt_llm role was built with and must be run with.
+
+    `release` is the line it was built for ("1.2"). `mode` "engine": compiled, `settings` are the flags of
+    trtllm-build without paths; "llm_api": `settings` are the arguments of the LLM class. `transceiver` is
+    spelled as that release wants it. `sm` is the compute capability of `gpu` (90 for 9.0).
+    """
+
+    release: str
+    mode: Literal["engine", "llm_api"]
+    gpu: str
+    sm: int
+    dtype: str
+    quant_algo: str | None
+    kv_cache_quant_algo: str | None
+    transceiver: str
+    max_tokens_in_buffer: int
+    kv_transfer_timeout_ms: int | None
+    max_prompt_tokens: int
+    chunked_context: bool
+    free_gpu_memory_fraction: float
+    settings: Settings
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,6 +134,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     cpu_features: tuple[str, ...]
     emulated: dict[str, float] = {}
     pair_fingerprint: str = ""
+    tensorrt_llm: TensorRTConfig | None = None
 
     @property
     def pairing_key(self) -> str:

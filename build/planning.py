@@ -3,7 +3,6 @@ Writes nothing."""
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -11,9 +10,10 @@ from typing import Any, Literal, cast
 import msgspec
 
 from trtpd import __version__
-from trtpd.build.backends import openvino
+from trtpd.build.backends import backend_of
+from trtpd.build.backends.base import Backend
 from trtpd.build.checkpoint import Checkpoint
-from trtpd.build.engines import ENGINES
+from trtpd.build.files import digest_of
 from trtpd.build.manifest import (
     FORMAT,
     EngineConfig,
@@ -61,10 +61,12 @@ class RolePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildPlan:
-    """The manifest the build will have, and its roles in the order they are made."""
+    """The manifest the build will have, and its roles in the order they are made. `digest` names the model's
+    weights, None for an engine that has none."""
 
     manifest: Manifest
     roles: tuple[RolePlan, ...]
+    digest: str | None
 
 
 def plan_build(
@@ -83,7 +85,8 @@ def plan_build(
     """
     if role is not None and role not in pipeline.roles:
         raise SpecError(f"--role {role}: the pipeline has no pool {role}; it has {', '.join(pipeline.roles)}")
-    digest = checkpoint.digest() if ENGINES[pipeline.engine].has_weights else None
+    backend = backend_of(pipeline.engine)
+    digest = checkpoint.digest() if backend is not None else None
     pair_fingerprint = _pair_fingerprint(pipeline, digest)
     settings: dict[str, Any] = pipeline.settings()
     entries: dict[str, RoleEntry] = {}
@@ -93,7 +96,8 @@ def plan_build(
     plans: list[RolePlan] = []
     for name in pipeline.roles if role is None else (role,):
         config = _engine_config(pipeline, pipeline.roles[name], checkpoint, digest, pair_fingerprint)
-        plans.append(_plan_role(config, _weights_key(digest, config), plans, None if force else former))
+        key = backend.key(digest, config) if backend is not None and digest is not None else None
+        plans.append(_plan_role(config, key, plans, None if force else former, backend))
         entries[name] = _entry(pipeline.roles[name], config)
     manifest = Manifest(
         format=FORMAT,
@@ -103,7 +107,7 @@ def plan_build(
         roles={name: entries[name] for name in ROLES if name in entries},
         settings=settings,
     )
-    return BuildPlan(manifest=manifest, roles=tuple(plans))
+    return BuildPlan(manifest=manifest, roles=tuple(plans), digest=digest)
 
 
 def _pools(former: Former | None) -> dict[str, Any]:
@@ -128,18 +132,24 @@ def _kept_entries(
     return {name: there[name] for name in others}
 
 
-def _plan_role(config: EngineConfig, weights: str | None, earlier: list[RolePlan], former: Former | None) -> RolePlan:
+def _plan_role(
+    config: EngineConfig,
+    weights: str | None,
+    earlier: list[RolePlan],
+    former: Former | None,
+    backend: Backend | None,
+) -> RolePlan:
     if former is not None:
         directory = former.folder / config.role
-        whole = weights is None or openvino.weights_key(directory) == weights
+        whole = backend is None or backend.found_key(directory) == weights
         if whole and _fingerprint(former, config.role) == config.fingerprint:
             return RolePlan(config=config, action="keep", weights=weights)
-    if weights is not None:
+    if backend is not None:
         for plan in earlier:
             if plan.weights == weights:
                 return RolePlan(config=config, action="link", weights=weights, linked_role=plan.role, from_new=True)
         for role in ROLES if former is not None else ():
-            if former is not None and openvino.weights_key(former.folder / role) == weights:
+            if former is not None and backend.found_key(former.folder / role) == weights:
                 return RolePlan(config=config, action="link", weights=weights, linked_role=role)
     return RolePlan(config=config, action="write", weights=weights)
 
@@ -154,23 +164,24 @@ def _fingerprint(former: Former, role: RoleName) -> str | None:
     return found if entry is not None and entry.fingerprint == found else None
 
 
-def _digest(*parts: object) -> str:
-    return hashlib.sha256(msgspec.json.encode(parts, order="sorted")).hexdigest()[:16]
-
-
-def _weights_key(digest: str | None, config: EngineConfig) -> str | None:
-    if digest is None:
-        return None
-    return _digest(openvino.WEIGHTS_FORMAT, digest, config.precision, config.tp, config.architecture)
-
-
 def _pair_fingerprint(pipeline: ResolvedPipeline, digest: str | None) -> str:
     """Covers what two instances must share to continue each other's answers, and nothing that only changes
     speed."""
     precisions = {name: role.precision for name, role in pipeline.roles.items()}
     keys = sorted({role.layout.pairing_key for role in pipeline.roles.values()})
     versions = current_versions(pipeline.engine)
-    return _digest(digest, pipeline.model, pipeline.architecture, precisions, keys, versions, pipeline.max_seq_tokens)
+    settings = [role.tensorrt_llm for role in pipeline.roles.values()]
+    movers = sorted({(one.release, one.transceiver) for one in settings if one is not None})
+    return digest_of(
+        digest,
+        pipeline.model,
+        pipeline.architecture,
+        precisions,
+        keys,
+        versions,
+        pipeline.max_seq_tokens,
+        movers,
+    )
 
 
 def _engine_config(
@@ -195,10 +206,11 @@ def _engine_config(
         fingerprint="",
         versions=current_versions(pipeline.engine),
         cpu_features=current_features(pipeline.engine),
+        tensorrt_llm=role.tensorrt_llm,
         emulated=pipeline.spec.emulated.model_dump() if pipeline.engine == "emulated" else {},
         pair_fingerprint=pair_fingerprint,
     )
-    return msgspec.structs.replace(config, fingerprint=_digest(digest, config))
+    return msgspec.structs.replace(config, fingerprint=digest_of(digest, config))
 
 
 def _entry(role: ResolvedRole, config: EngineConfig) -> RoleEntry:

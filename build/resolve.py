@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from trtpd.build import gpu_roles
+from trtpd.build.backends.tensorrt_llm.settings import natural_kv_dtype
 from trtpd.build.engines import ENGINES, EngineName, engine_architecture, engine_layout, weights_bytes
 from trtpd.build.machine import Machine
-from trtpd.build.manifest import Architecture, Precision, RoleName, RoleProfile
+from trtpd.build.manifest import Architecture, Precision, RoleName, RoleProfile, TensorRTConfig
 from trtpd.build.roles import MeasureStep, RoleRoom, RoleWishes, profile_for, split_cores
 from trtpd.build.spec import PipelineSpec, PoolSpec
 from trtpd.kv_transfer.layout import KVDtype, KVLayout
@@ -28,6 +30,7 @@ class ResolvedRole:
     layout: KVLayout
     profile: RoleProfile
     cores: dict[str, tuple[int, ...]]
+    tensorrt_llm: TensorRTConfig | None = None
 
     @property
     def pool_bytes(self) -> int:
@@ -91,19 +94,34 @@ def resolve(
     max_seq_tokens = spec.kv.max_seq_tokens or _longest(pools, layouts, room_tokens, architecture)
     cores = _cores(pools, machine)
     tpot_s = spec.slo.tpot_ms / 1000 if spec.slo.tpot_ms else None
+    precisions = {role: _precision(spec, pool, architecture, machine) for role, pool in pools.items()}
+    prompt = 0
+    if spec.engine == "tensorrt_llm":
+        prompt = gpu_roles.longest_prompt(spec, precisions, architecture, machine, layouts, max_seq_tokens)
     roles: dict[RoleName, ResolvedRole] = {}
     for role, pool in pools.items():
         room = RoleRoom(cores=cores[role], instances=pool.instances, kv_tokens=room_tokens[role])
         names = tuple(f"{role}_{index}" for index in range(pool.instances))
-        roles[role] = ResolvedRole(
+        precision, layout = precisions[role], layouts[role]
+        defaults = None
+        if spec.engine == "tensorrt_llm":
+            defaults = gpu_roles.role_defaults(spec, role, precision, architecture, machine, layout, prompt)
+        profile = profile_for(role, _wishes(pool), room, layout, tpot_s=tpot_s, measure=measure, defaults=defaults)
+        resolved = ResolvedRole(
             role=role,
             instances=names,
             tp=pool.tp,
-            precision=_precision(spec, pool, machine),
-            layout=layouts[role],
-            profile=profile_for(role, _wishes(pool), room, layouts[role], tpot_s=tpot_s, measure=measure),
+            precision=precision,
+            layout=layout,
+            profile=profile,
             cores=dict(zip(names, split_cores(cores[role], len(names)), strict=True)) if names else {},
         )
+        if spec.engine == "tensorrt_llm":
+            config = gpu_roles.role_config(
+                spec, role, precision, architecture, machine, layout, profile, max_seq_tokens, prompt
+            )
+            resolved = replace(resolved, tensorrt_llm=config)
+        roles[role] = resolved
     return ResolvedPipeline(
         spec=spec,
         model=model_name(spec),
@@ -123,11 +141,11 @@ def _wishes(pool: PoolSpec) -> RoleWishes:
     )
 
 
-def _precision(spec: PipelineSpec, pool: PoolSpec, machine: Machine) -> Precision:
+def _precision(spec: PipelineSpec, pool: PoolSpec, architecture: Architecture, machine: Machine) -> Precision:
     if found := pool.precision or spec.precision:
         return found
     if spec.engine == "tensorrt_llm":
-        return "bf16"
+        return "fp8" if architecture.quantization else "bf16"
     return "bf16" if spec.engine == "openvino" and machine.bf16 else "f32"
 
 
@@ -137,16 +155,16 @@ def _layout(spec: PipelineSpec, pool: PoolSpec, architecture: Architecture, mach
         spec.engine,
         architecture,
         tokens_per_block=spec.kv.tokens_per_block or rules.default_tokens_per_block,
-        dtype=pool.kv_dtype or spec.kv.dtype or _kv_dtype(spec, machine),
+        dtype=pool.kv_dtype or spec.kv.dtype or _kv_dtype(spec, architecture, machine),
         tp=pool.tp,
     )
 
 
-def _kv_dtype(spec: PipelineSpec, machine: Machine) -> KVDtype:
-    """One dtype for all roles: bf16 only if no role computes in f32, since f32 promises exact tokens."""
-    if "f32" not in ENGINES[spec.engine].kv_dtypes:
-        return "bf16"
-    precisions = {_precision(spec, pool, machine) for pool in spec.pools.given().values()}
+def _kv_dtype(spec: PipelineSpec, architecture: Architecture, machine: Machine) -> KVDtype:
+    """One dtype for all roles: on a CPU bf16 only if no role computes in f32, since f32 promises exact tokens."""
+    precisions = [_precision(spec, pool, architecture, machine) for pool in spec.pools.given().values()]
+    if spec.engine == "tensorrt_llm":
+        return natural_kv_dtype(architecture, precisions[0])
     return "bf16" if machine.bf16 and spec.engine == "openvino" and "f32" not in precisions else "f32"
 
 
@@ -161,12 +179,15 @@ def _room_tokens(
     longest sequence asked for, or an equal share of what memory allows, whichever of the first two is larger
     and fits."""
     rules = ENGINES[spec.engine]
+    precisions = {role: _precision(spec, pool, architecture, machine) for role, pool in pools.items()}
     if not rules.on_cpu:
-        return dict.fromkeys(pools, rules.pool_tokens)
+        return {
+            role: gpu_roles.estimate(spec, precisions[role], architecture, machine, layout).kv_tokens
+            for role, layout in layouts.items()
+        }
     wanted = max(rules.pool_tokens, spec.kv.max_seq_tokens or 0)
     weights = sum(
-        pool.instances * weights_bytes(spec.engine, architecture, _precision(spec, pool, machine))
-        for pool in pools.values()
+        pool.instances * weights_bytes(spec.engine, architecture, precisions[role]) for role, pool in pools.items()
     )
     budget = min(_SHM_SHARE * machine.shm_bytes, _MEMORY_SHARE * max(0, machine.memory_bytes - weights))
     asked = sum(pool.instances * (pool.kv_tokens or 0) * layouts[role].bytes_per_token for role, pool in pools.items())

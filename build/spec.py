@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from trtpd.build.engines import EngineName
-from trtpd.build.manifest import RoleName
+from trtpd.build.gpus import GPUS
+from trtpd.build.manifest import Precision, RoleName
 from trtpd.build.spec_errors import SpecFile, describe
 from trtpd.errors import SpecError
 from trtpd.kv_transfer.layout import KVDtype
@@ -18,6 +19,11 @@ ROLES: tuple[RoleName, ...] = ("prefill", "decode", "mixed")
 
 def _auto_is_none(value: Any) -> Any:
     return None if value == "auto" else value
+
+
+def _number_is_text(value: Any) -> Any:
+    """YAML reads `version: 1.2` as a number."""
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
 Auto = BeforeValidator(_auto_is_none)
@@ -40,8 +46,8 @@ class PoolSpec(_Section):
         default=1, description="how many instances run; 0 (mixed only) builds the engine and starts none"
     )
     tp: Count = Field(default=1, description="tensor-parallel ranks of one instance")
-    precision: Annotated[Literal["f32", "bf16", "int8"] | None, Auto] = Field(
-        default=None, description="weights of this role: f32, bf16, int8; auto: as `precision` above"
+    precision: Annotated[Precision | None, Auto] = Field(
+        default=None, description="weights of this role; auto: as `precision` above"
     )
     kv_dtype: Annotated[KVDtype | None, Auto] = Field(
         default=None, description="auto: as kv.dtype; roles that exchange KV must agree"
@@ -55,6 +61,10 @@ class PoolSpec(_Section):
     max_step_tokens: AutoCount = Field(default=None, description="tokens one step may compute, over all sequences")
     chunk_tokens: AutoCount = Field(default=None, description="tokens of one prompt computed in one step")
     kv_tokens: AutoCount = Field(default=None, description="tokens the KV pool of one instance holds; auto: by memory")
+    engine_args: dict[str, Any] = Field(
+        default_factory=dict,
+        description="tensorrt_llm: flags of trtllm-build (from 1.3 on: LLM arguments) in place of ours",
+    )
 
 
 class PoolsSpec(_Section):
@@ -92,7 +102,7 @@ class KVSpec(_Section):
 
     dtype: Annotated[KVDtype | None, Auto] = Field(
         default=None,
-        description="f32, bf16, f16; auto: bf16 where the weights are narrower than f32 and the CPU has BF16",
+        description="f32, bf16, f16, fp8; auto: as wide as the engine computes here",
     )
     tokens_per_block: AutoCount = Field(default=None, description="tokens in one KV block; auto: what the engine does")
     max_seq_tokens: AutoCount = Field(
@@ -145,6 +155,44 @@ class EmulatedSpec(_Section):
     decode_kv_token_us: Cost = Field(default=0.01, description="added by each token of their KV")
 
 
+class TensorRTSpec(_Section):
+    """What only `engine: tensorrt_llm` needs to know."""
+
+    version: Annotated[str | None, Auto, BeforeValidator(_number_is_text)] = Field(
+        default=None, description="release to build for, e.g. 1.2; auto: the installed one, else 1.2"
+    )
+    gpu: Annotated[str | None, Auto] = Field(
+        default=None, description=f"{', '.join(GPUS)}; auto: the one here, else h100"
+    )
+    transceiver: Literal["UCX", "NIXL", "MOONCAKE", "MPI", "DEFAULT"] = Field(
+        default="UCX", description="what moves KV between engines: UCX or NIXL (see docs/tensorrt-llm.md)"
+    )
+    max_prompt_tokens: AutoCount = Field(
+        default=None, description="longest prompt; auto: as long as its transfer buffers are small beside the KV cache"
+    )
+    max_tokens_in_buffer: AutoCount = Field(
+        default=None, description="tokens of KV in a transfer buffer; auto: the longest prompt in whole blocks"
+    )
+    kv_transfer_timeout_ms: AutoCount = Field(
+        default=None, description="engine's own limit on a transfer (from 1.2 on); auto: the release's default"
+    )
+    free_gpu_memory_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(
+        default=0.9, description="share of the GPU memory left after loading that becomes KV cache"
+    )
+    prompt_tokens: Count = Field(default=1024, description="a usual prompt: sizes the batch of prefill")
+    answer_tokens: Count = Field(default=256, description="a usual answer: with the prompt, sizes the batch of decode")
+    speculative_decoding_mode: Annotated[Literal["draft_tokens_external", "lookahead_decoding"] | None, Auto] = Field(
+        default=None, description="draft_tokens_external or lookahead_decoding, on decode; auto: none"
+    )
+    max_draft_len: AutoCount = Field(default=None, description="draft tokens of one step; auto: 0, or 7 with a mode")
+
+    @model_validator(mode="after")
+    def _known_gpu(self) -> Self:
+        if self.gpu is not None and self.gpu not in GPUS:
+            raise ValueError(f"gpu is {self.gpu!r}; it must be one of {', '.join(GPUS)} or auto")
+        return self
+
+
 class PipelineSpec(_Section):
     """A pipeline: one model, its pools and how they work together."""
 
@@ -155,9 +203,9 @@ class PipelineSpec(_Section):
         default=None, description="what the model is called; auto: the folder's name"
     )
     engine: EngineName = Field(default="openvino", description="openvino, tensorrt_llm or emulated (no model computed)")
-    precision: Annotated[Literal["f32", "bf16", "int8"] | None, Auto] = Field(
+    precision: Annotated[Precision | None, Auto] = Field(
         default=None,
-        description="weights of all roles: f32, bf16, int8; auto: bf16 if the CPU has BF16, else f32",
+        description="weights: f32, bf16, int8 (tensorrt_llm also f16, fp8); auto: bf16 if that is fast here, else f32",
     )
     pools: PoolsSpec = Field(description="the pools: prefill and decode, or mixed, or all three")
     kv: KVSpec = Field(default_factory=lambda: KVSpec(), description="the KV cache, alike in all roles")
@@ -171,6 +219,9 @@ class PipelineSpec(_Section):
     scheduler: SchedulerSpec = Field(default_factory=lambda: SchedulerSpec(), description="the router")
     emulated: EmulatedSpec = Field(
         default_factory=lambda: EmulatedSpec(), description="cost model of `engine: emulated`"
+    )
+    tensorrt_llm: TensorRTSpec = Field(
+        default_factory=lambda: TensorRTSpec(), description="what only `engine: tensorrt_llm` needs to know"
     )
 
 

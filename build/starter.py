@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from trtpd.build.checkpoint import Checkpoint
 from trtpd.build.engines import EngineName
+from trtpd.build.gpu_roles import fitting_tp
 from trtpd.build.machine import Machine
 from trtpd.build.resolve import resolve
 from trtpd.build.spec import ROLES, PipelineSpec, PoolSpec, PoolsSpec, SloSpec
@@ -26,12 +27,16 @@ def init_text(checkpoint: Checkpoint, engine: EngineName, machine: Machine, *, f
     machine; keys that follow from others stay `auto`."""
     model = checkpoint.path
     inside = model.is_relative_to(folder.resolve())
+    pool = PoolSpec()
     spec = PipelineSpec(
         model=str(model.relative_to(folder.resolve()) if inside else model),
         engine=engine,
-        pools=PoolsSpec(prefill=PoolSpec(), decode=PoolSpec()),
+        pools=PoolsSpec(prefill=pool, decode=pool),
         slo=SloSpec(ttft_ms=1000, tpot_ms=80),
     )
+    if engine == "tensorrt_llm":
+        pool = PoolSpec(tp=fitting_tp(spec, checkpoint.architecture, machine))
+        spec = spec.model_copy(update={"pools": PoolsSpec(prefill=pool, decode=pool)})
     resolved = resolve(spec, checkpoint.architecture, machine)
     settings: dict[str, Any] = resolved.settings()
     shown: dict[str, Any] = spec.model_dump()
@@ -41,8 +46,12 @@ def init_text(checkpoint: Checkpoint, engine: EngineName, machine: Machine, *, f
             key: found[key] for key in ("cores", "max_batch", "max_step_tokens", "chunk_tokens", "kv_tokens")
         }
     shown["kv"]["max_seq_tokens"] = settings["kv"]["max_seq_tokens"]
-    if engine != "emulated":
-        del shown["emulated"]
+    for section in ("emulated", "tensorrt_llm"):
+        if engine != section:
+            del shown[section]
+    if engine != "tensorrt_llm":
+        for role in resolved.roles:
+            del shown["pools"][role]["engine_args"]
     return _HEAD + "".join(_lines(shown, PipelineSpec, 0))
 
 

@@ -23,12 +23,13 @@ F32Array = npt.NDArray[np.float32]
 
 HEADER_LIMIT_BYTES = 100 << 20
 
-_NUMPY: dict[str, np.dtype[Any]] = {
+NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "F32": np.dtype("<f4"),
     "F16": np.dtype("<f2"),
     "BF16": np.dtype("<u2"),
     "I8": np.dtype("i1"),
     "U16": np.dtype("<u2"),
+    "F8_E4M3": np.dtype("u1"),
 }
 FLOATS = ("F32", "F16", "BF16")
 
@@ -43,7 +44,7 @@ class TensorSpec:
 
     @property
     def size_bytes(self) -> int:
-        return math.prod(self.shape) * _NUMPY[self.dtype].itemsize
+        return math.prod(self.shape) * NUMPY_DTYPES[self.dtype].itemsize
 
 
 def bf16_bits(values: F32Array) -> npt.NDArray[np.uint16]:
@@ -105,7 +106,7 @@ class TensorFile:
             start, end = (int(n) for n in entry["data_offsets"])
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{self.path}: the header entry of {name} is corrupt") from error
-        if dtype in _NUMPY:
+        if dtype in NUMPY_DTYPES:
             spec = TensorSpec(name=name, dtype=dtype, shape=shape)
             if min(shape, default=0) < 0 or start < 0 or end - start != spec.size_bytes:
                 raise CheckpointError(
@@ -124,17 +125,18 @@ class TensorFile:
         self._offsets[name] = start
 
     def read_stored(self, name: str) -> npt.NDArray[Any]:
-        """The tensor as stored, read-only over the mapped file; BF16 as its uint16 bit patterns."""
+        """The tensor as stored, read-only over the mapped file; BF16 and F8_E4M3 as their bit
+        patterns."""
         spec = self.specs[name]
-        if spec.dtype not in _NUMPY:
+        if spec.dtype not in NUMPY_DTYPES:
             raise CheckpointError(
                 f"{self.path}: {name} has dtype {spec.dtype}; trtpd reads {', '.join(FLOATS)}: convert the checkpoint"
             )
         if spec.size_bytes == 0:
-            return np.zeros(spec.shape, _NUMPY[spec.dtype])
+            return np.zeros(spec.shape, NUMPY_DTYPES[spec.dtype])
         return np.memmap(
             self.path,
-            dtype=_NUMPY[spec.dtype],
+            dtype=NUMPY_DTYPES[spec.dtype],
             mode="r",
             offset=self._data_start + self._offsets[name],
             shape=spec.shape,
@@ -172,7 +174,7 @@ def write_tensors(
         file.write(len(raw).to_bytes(8, "little") + raw)
         for spec, array in zip(specs, arrays, strict=True):
             assert array.shape == spec.shape, (spec, array.shape)
-            assert array.dtype == _NUMPY[spec.dtype], (spec, array.dtype)
+            assert array.dtype == NUMPY_DTYPES[spec.dtype], (spec, array.dtype)
             file.write(np.ascontiguousarray(array).data.cast("B") if array.size else b"")
             written += spec.size_bytes
             yield written

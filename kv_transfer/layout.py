@@ -8,8 +8,8 @@ from typing import Literal
 
 from trtpd.errors import LayoutError
 
-KVDtype = Literal["f32", "bf16", "f16"]
-DTYPE_BYTES: dict[str, int] = {"f32": 4, "bf16": 2, "f16": 2}
+KVDtype = Literal["f32", "bf16", "f16", "fp8"]
+DTYPE_BYTES: dict[str, int] = {"f32": 4, "bf16": 2, "f16": 2, "fp8": 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

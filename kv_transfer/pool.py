@@ -25,7 +25,12 @@ __all__ = ["Array", "PoolAddress", "SharedPool", "Words", "sweep"]
 
 Array = npt.NDArray[np.generic]
 Words = npt.NDArray[np.unsignedinteger[npt.NBitBase]]
-NUMPY_DTYPE: dict[str, npt.DTypeLike] = {"f32": np.float32, "bf16": np.uint16, "f16": np.float16}
+NUMPY_DTYPE: dict[str, npt.DTypeLike] = {
+    "f32": np.float32,
+    "bf16": np.uint16,
+    "f16": np.float16,
+    "fp8": np.uint8,
+}
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MADV_POPULATE_READ = 22

@@ -18,16 +18,19 @@ weights in the role's precision and `config.json`. What an engine may rely on:
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from trtpd.build.backends.base import Job, Progress
 from trtpd.build.checkpoint import Checkpoint, expected_shapes
-from trtpd.build.manifest import Architecture, Precision
+from trtpd.build.files import digest_of, link_or_copy
+from trtpd.build.manifest import Architecture, EngineConfig, Precision
 from trtpd.build.tensors import F32Array, TensorFile, TensorSpec, bf16_bits, write_tensors
 from trtpd.errors import CheckpointError
 
@@ -114,3 +117,31 @@ def _stored_arrays(checkpoint: Checkpoint, specs: list[TensorSpec]) -> Iterator[
             yield from quantise(weight)
         else:
             yield bf16_bits(weight) if spec.dtype == "U16" else weight
+
+
+class OpenVINOBackend:
+    """Weights files, as the Backend the builder knows."""
+
+    def key(self, digest: str, config: EngineConfig) -> str:
+        return digest_of(WEIGHTS_FORMAT, digest, config.precision, config.tp, config.architecture)
+
+    def found_key(self, directory: Path) -> str | None:
+        return weights_key(directory)
+
+    def write(self, checkpoint: Checkpoint, jobs: Sequence[Job], *, work: Path, progress: Progress) -> None:
+        for job in jobs:
+            stage = f"{job.config.role} weights"
+            write_weights(
+                checkpoint,
+                job.config.architecture,
+                job.config.precision,
+                job.directory,
+                key=job.key,
+                progress=functools.partial(progress, stage),
+            )
+
+    def link(self, source: Path, config: EngineConfig, directory: Path) -> None:
+        link_or_copy(source / WEIGHTS_FILE, directory / WEIGHTS_FILE)
+
+    def steps(self, checkpoint: Checkpoint, jobs: Sequence[Job], *, work: Path) -> list[str]:
+        return []

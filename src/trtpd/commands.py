@@ -24,6 +24,7 @@ def fetch(args: argparse.Namespace) -> int:
 
 def init(args: argparse.Namespace) -> int:
     from trtpd.build.checkpoint import open_architecture
+    from trtpd.build.engines import ENGINES
     from trtpd.build.fetch import fetch_smollm2
     from trtpd.build.machine import this_machine
     from trtpd.build.starter import init_text
@@ -37,7 +38,7 @@ def init(args: argparse.Namespace) -> int:
     if not folder.is_dir():
         raise InputError(f"{folder} is not a folder; make it first, or choose another place with -o")
     machine = this_machine(openvino=args.engine == "openvino")
-    text = init_text(open_architecture(args.model), args.engine, machine, folder=folder)
+    text = init_text(open_architecture(args.model, ENGINES[args.engine].models), args.engine, machine, folder=folder)
     try:
         args.output.write_text(text)
     except OSError as error:
@@ -76,6 +77,7 @@ def build(args: argparse.Namespace) -> int:
         "dry_run": made.dry_run,
         "fingerprint": made.manifest.pair_fingerprint,
         "roles": {plan.role: plan.action for plan in made.plans},
+        "steps": list(made.steps),
     }
     head = f"{made.out} (not written: --dry-run)" if made.dry_run else str(made.out)
     console.result(document, as_json=args.json, text=f"{made.summary()}\n{head}")

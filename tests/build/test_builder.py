@@ -188,7 +188,7 @@ def test_a_dry_run_says_what_would_be_done_and_does_nothing(make_model: MakeMode
     assert result.summary().splitlines()[0].startswith("prefill: to be written (openvino, f32 weights, f32 KV")
 
 
-@pytest.mark.parametrize("keys", [{"kv": {"tokens_per_block": 16}}, {"engine": "tensorrt_llm"}])
+@pytest.mark.parametrize("keys", [{"kv": {"tokens_per_block": 16}}, {"engine": "tensorrt_llm", "precision": "fp8"}])
 def test_what_lint_calls_an_error_is_not_built(make_model: MakeModel, out: Path, keys: dict[str, Any]) -> None:
     with pytest.raises(SpecError) as caught:
         make(spec_of(make_model(), **keys), out)

@@ -40,10 +40,9 @@ ASKED = {"kv": {"max_seq_tokens": 64}}
 BIG_POOL = pools(kv_tokens=1 << 20)
 
 PIPELINES: list[tuple[str, str, str, dict[str, Any], Machine]] = [
-    ("engine_not_built", "error", "engine", {"engine": "tensorrt_llm"}, make_machine()),
+    ("precision_unsupported", "error", "pools.prefill.precision", {"precision": "fp8"}, make_machine()),
     ("kv_dtype_differs", "error", "pools.decode.kv_dtype", pools(kv_dtype="bf16"), make_machine()),
-    ("kv_dtype_unsupported", "error", "pools.prefill.kv_dtype",
-     {"engine": "tensorrt_llm", "kv": {"dtype": "f32"}}, make_machine()),
+    ("kv_dtype_unsupported", "error", "pools.prefill.kv_dtype", {"kv": {"dtype": "fp8"}}, make_machine()),
     ("kv_dtype_cpu", "error", "pools.prefill.kv_dtype", {"kv": {"dtype": "bf16"}}, make_machine()),
     ("kv_dtype_cpu", "error", "pools.decode.kv_dtype", {"kv": {"dtype": "f16"}}, make_machine()),
     ("tokens_per_block", "error", "kv.tokens_per_block", {"kv": {"tokens_per_block": 16}}, make_machine()),
@@ -76,8 +75,13 @@ def test_what_cannot_work_is_found_with_its_place(
 
 def test_every_code_of_the_checks_is_provoked_above() -> None:
     source = Path(checks.__file__).read_text()
-    codes = set(re.findall(r'_(?:error|warning)\(\s*"(\w+)"', source)) | set(re.findall(r'_fits\(\s*"(\w+)"', source))
+    codes = set(re.findall(r'\b(?:error|warning)\(\s*"(\w+)"', source)) | set(re.findall(r'_fits\(\s*"(\w+)"', source))
     assert codes == {code for code, *_ in PIPELINES}
+
+
+def test_arguments_for_another_engine_are_an_error(make_model: MakeModel, machine: Machine) -> None:
+    found = findings(make_model, pools(engine_args={"gemm_plugin": "auto"}), machine)
+    assert [(one.code, one.where) for one in found] == [("engine_args_unused", "pools.decode.engine_args")]
 
 
 def test_a_plain_pipeline_has_no_findings(make_model: MakeModel, machine: Machine) -> None:

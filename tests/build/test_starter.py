@@ -10,7 +10,7 @@ from trtpd.build.engines import EngineName
 from trtpd.build.lint import lint_spec
 from trtpd.build.machine import Machine
 from trtpd.build.resolve import resolve
-from trtpd.build.spec import KVSpec, PoolSpec, TransferSpec, load_spec, parse_spec
+from trtpd.build.spec import KVSpec, PoolSpec, TensorRTSpec, TransferSpec, load_spec, parse_spec
 from trtpd.build.starter import init_text
 
 
@@ -32,13 +32,22 @@ def test_the_file_loads_lints_clean_and_means_the_defaults(
 def test_every_key_stands_in_the_file_with_its_meaning(
     make_model: Callable[..., Path], machine: Machine, tmp_path: Path
 ) -> None:
-    text = init_text(open_checkpoint(make_model()), "openvino", machine, folder=tmp_path)
-    for section in (PoolSpec, KVSpec, TransferSpec):
+    text = init_text(open_checkpoint(make_model()), "tensorrt_llm", machine, folder=tmp_path)
+    for section in (PoolSpec, KVSpec, TransferSpec, TensorRTSpec):
         for name, field in section.model_fields.items():
             assert any(
                 line.strip().startswith(f"{name}:") and line.endswith(f"# {field.description}")
                 for line in text.splitlines()
             ), name
+
+
+def test_a_file_for_gpus_loads_and_only_says_that_there_are_none(
+    make_model: Callable[..., Path], machine: Machine, tmp_path: Path
+) -> None:
+    checkpoint = open_checkpoint(make_model())
+    path = tmp_path / "pipeline.yaml"
+    path.write_text(init_text(checkpoint, "tensorrt_llm", machine, folder=tmp_path))
+    assert [one.code for one in lint_spec(load_spec(path), checkpoint, machine)] == ["trt_absent"]
 
 
 def test_a_model_beside_the_file_is_named_relative_to_it(
