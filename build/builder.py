@@ -18,6 +18,7 @@ from trtpd.build.machine import Machine, this_machine
 from trtpd.build.manifest import ENGINE_CONFIG, MANIFEST, Manifest, RoleName, read_manifest, write_json
 from trtpd.build.planning import Action, BuildPlan, Former, RolePlan, plan_build
 from trtpd.build.resolve import resolve
+from trtpd.build.sharding import shard_of
 from trtpd.build.spec import ROLES, PipelineSpec
 from trtpd.errors import BuildError, InputError, SpecError
 
@@ -61,7 +62,8 @@ class BuildResult:
             lines.append(
                 f"{plan.role}: {words[plan.action]} ({config.engine}, {config.precision} weights, {layout.dtype} KV "
                 f"in {profile.kv_blocks} blocks of {layout.tokens_per_block}, steps of {profile.max_step_tokens} "
-                f"tokens, batch {profile.max_batch}, {instances} instance{'' if instances == 1 else 's'})"
+                f"tokens, batch {profile.max_batch}, {instances} instance{'' if instances == 1 else 's'}"
+                f"{f' of {config.tp} ranks' if config.tp > 1 else ''})"
             )
         return "\n".join(lines)
 
@@ -159,18 +161,21 @@ def _make_role(plan: RolePlan, out: Path, new: Path, checkpoint: Checkpoint, pro
     if plan.action == "keep":
         link_tree(out / plan.role, new / plan.role)
         return
-    directory = new / plan.role
+    config, directory = plan.config, new / plan.role
     directory.mkdir()
-    write_json(directory / ENGINE_CONFIG, plan.config)
+    write_json(directory / ENGINE_CONFIG, config)
     if plan.linked_role is not None:
         source = (new if plan.from_new else out) / plan.linked_role
-        link_or_copy(source / openvino.WEIGHTS_FILE, directory / openvino.WEIGHTS_FILE)
+        for rank in range(config.tp):
+            name = openvino.weights_file(rank)
+            link_or_copy(source / name, directory / name)
     elif plan.weights is not None:
         openvino.write_weights(
             checkpoint,
-            plan.config.architecture,
-            plan.config.precision,
+            config.architecture,
+            config.precision,
             directory,
+            shards=[shard_of(config.architecture, config.layout, rank) for rank in range(config.tp)],
             key=plan.weights,
             progress=lambda done, total: progress(f"{plan.role} weights", done, total),
         )

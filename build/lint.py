@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import cast, get_args
 
+from trtpd.build.backends.openvino import weights_file
 from trtpd.build.checkpoint import Checkpoint, open_architecture, open_checkpoint
 from trtpd.build.checks import Deployment, Finding, check
 from trtpd.build.engines import ENGINES, EngineName
@@ -171,6 +172,6 @@ def _loadable(where: str, config: EngineConfig) -> Iterator[Finding]:
 def _weights(directory: Path, where: str, config: EngineConfig) -> Iterator[Finding]:
     for rank in range(config.tp):
         try:
-            TensorFile(directory / f"rank{rank}.safetensors")
+            TensorFile(directory / weights_file(rank))
         except CheckpointError as error:
             yield _broken(where, str(error))

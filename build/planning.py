@@ -132,7 +132,7 @@ def _kept_entries(
 def _plan_role(config: EngineConfig, weights: str | None, earlier: list[RolePlan], former: Former | None) -> RolePlan:
     if former is not None:
         directory = former.folder / config.role
-        whole = weights is None or openvino.weights_key(directory) == weights
+        whole = weights is None or openvino.weights_key(directory, config.tp) == weights
         if whole and _fingerprint(former, config.role) == config.fingerprint:
             return RolePlan(config=config, action="keep", weights=weights)
     if weights is not None:
@@ -140,7 +140,7 @@ def _plan_role(config: EngineConfig, weights: str | None, earlier: list[RolePlan
             if plan.weights == weights:
                 return RolePlan(config=config, action="link", weights=weights, linked_role=plan.role, from_new=True)
         for role in ROLES if former is not None else ():
-            if former is not None and openvino.weights_key(former.folder / role) == weights:
+            if former is not None and openvino.weights_key(former.folder / role, config.tp) == weights:
                 return RolePlan(config=config, action="link", weights=weights, linked_role=role)
     return RolePlan(config=config, action="write", weights=weights)
 
