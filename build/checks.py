@@ -226,8 +226,7 @@ def _precisions(deployment: Deployment, machine: Machine) -> Iterator[Finding]:
                 "precision_differs",
                 f"pools.{role.role}.precision",
                 (first.precision, role.precision),
-                f"{first.role} has {first.precision} weights and {role.role} {role.precision}, so an "
-                "answer depends "
+                f"{first.role} has {first.precision} weights and {role.role} {role.precision}, so an answer depends "
                 "on which of them computed it",
                 "use one precision unless you have measured the difference",
             )

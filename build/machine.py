@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import shutil
+import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import psutil
 
@@ -91,12 +93,23 @@ def _cpu_flags() -> list[str]:
     return []
 
 
-def _openvino_features() -> set[str]:
+def import_openvino() -> ModuleType:
+    """The openvino package. Importing it sends a usage report over the network unless its telemetry package
+    can't be found, so that one is hidden first. Raises EngineError if openvino is missing."""
+    if "openvino" not in sys.modules:
+        sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
     try:
         import openvino
     except ImportError as error:
-        raise EngineError(f"OpenVINO can't be imported ({error}); reinstall trtpd") from error
-    found = openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+        raise EngineError(
+            f"the openvino engine needs the openvino package, which can't be imported ({error}); reinstall trtpd"
+        ) from error
+    module: ModuleType = openvino
+    return module
+
+
+def _openvino_features() -> set[str]:
+    found = import_openvino().Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
     return {_OPENVINO_CAPABILITIES[name] for name in found if name in _OPENVINO_CAPABILITIES}
 
 

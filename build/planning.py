@@ -122,8 +122,7 @@ def _kept_entries(
         raise BuildError(f"--role {role}: there is no {' and no '.join(missing)} yet; build without --role first")
     if others and former is not None and former.manifest.pair_fingerprint != pair_fingerprint:
         raise BuildError(
-            f"--role {role}: the other roles in {former.folder} were built from another model, precision, "
-            "KV layout "
+            f"--role {role}: the other roles in {former.folder} were built from another model, precision, KV layout "
             "or version, and could not pair with it; build without --role"
         )
     return {name: there[name] for name in others}

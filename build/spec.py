@@ -113,8 +113,13 @@ class KVSpec(_Section):
 class TransferSpec(_Section):
     """How KV moves from prefill to decode."""
 
-    path: Literal["auto", "shm"] = Field(
-        default="auto", description="auto: the best path both ends offer; shm: one host"
+    path: Literal["auto", "shm", "nixl", "tcp"] = Field(
+        default="auto",
+        description="auto: shm on one host, else nixl where it is installed, else tcp; or one of them by name",
+    )
+    listen: Annotated[str, Field(min_length=1)] = Field(
+        default="127.0.0.1",
+        description="where nixl and tcp listen: an address, or a network (10.0.0.0/8) each host has one in",
     )
     digests: bool = Field(default=True, description="verify every block after its copy")
     lease_s: Positive = Field(default=10.0, description="how long prefill keeps KV for a decode that doesn't renew")

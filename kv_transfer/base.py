@@ -9,11 +9,10 @@ reserved blocks and never frees them itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from trtpd.errors import InternalError
-from trtpd.kv_transfer.layout import KVLayout
 from trtpd.kv_transfer.offer import LEASE_LIMIT_S, Chunk, Offer, Seal
 
 Key = tuple[int, int]
@@ -26,7 +25,10 @@ class TransferSettings:
 
     `lease_s`: how long prefill keeps sealed KV that nobody asks for; a sink renews several times in it.
     `digest_every`: one block in so many is digested; 1 for all, 0 for none. A sink verifies whatever digests
-    come. `one_piece_tokens`: shorter prompts are pulled in one go after the seal. Raises InternalError.
+    come. `one_piece_tokens`: shorter prompts are pulled in one go after the seal. `convert_dtype`: a sink takes
+    f32 for bf16 and the other way round. `path`: one transport by name, or "auto". `listen`: where ports of the
+    data plane are opened, an IP address of this host or a network it is in. `secret`: what all workers of the
+    deployment share; needed when `listen` is not loopback. Raises InternalError.
     """
 
     instance: str
@@ -34,6 +36,10 @@ class TransferSettings:
     lease_s: float = 10.0
     digest_every: int = 1
     one_piece_tokens: int = 128
+    convert_dtype: bool = False
+    path: str = "auto"
+    listen: str = "127.0.0.1"
+    secret: bytes = field(default=b"", repr=False)
 
     def __post_init__(self) -> None:
         if not 0.0 < self.lease_s <= LEASE_LIMIT_S or self.digest_every < 0 or self.one_piece_tokens < 0:
@@ -93,12 +99,14 @@ class KVSink(Protocol):
     """Decode's side. Methods return at once; the copies run in the sink's own thread."""
 
     def handshake(self, offer: Offer) -> None:
-        """Connects to the offer's pool if that is new. Raises LayoutError, TransferError."""
+        """Starts to connect to the offer's pools if they are new. Raises LayoutError, TransferError for what shows
+        at once; what only the peer can tell ends the pulls from it."""
 
     def begin(self, offer: Offer, blocks: Sequence[int]) -> None:
         """Starts a pull into the caller's reserved `blocks` (in prompt order; more than the prompt needs may
-        be given, and stay untouched). Raises as `handshake`, LeaseError if the hold is over, InternalError if
-        `key` is being pulled already. A pull that failed may be begun again and is then told everything anew.
+        be given, and stay untouched). Raises as `handshake`, InternalError if `key` is being pulled already.
+        A hold that is over raises LeaseError where that shows at once, else the pull ends with "lease_lost".
+        A pull that failed may be begun again and is then told everything anew.
         """
 
     def ready(self, chunk: Chunk) -> None:
@@ -120,15 +128,3 @@ class KVSink(Protocol):
 
     def close(self) -> None:
         """Stops all pulls, waits for copies under way, lets go of peers' pools."""
-
-
-class BlockStore(Protocol):
-    """KV memory of one rank, as a transport sees it: implemented by `pool.SharedPool`."""
-
-    @property
-    def layout(self) -> KVLayout: ...
-
-    @property
-    def num_blocks(self) -> int: ...
-
-    def epochs_of(self, blocks: Sequence[int]) -> tuple[int, ...]: ...

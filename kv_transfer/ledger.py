@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 from trtpd.errors import InternalError
 from trtpd.kv_transfer.base import Key, TransferSettings
-from trtpd.kv_transfer.integrity import BlockDigester, is_sampled
+from trtpd.kv_transfer.integrity import GroupDigester, is_sampled
 from trtpd.kv_transfer.leases import SourceLease
-from trtpd.kv_transfer.offer import Chunk, Offer, Seal
-from trtpd.kv_transfer.pool import SharedPool
+from trtpd.kv_transfer.offer import Chunk, Offer, Seal, Way
+from trtpd.kv_transfer.ranks import RankPools
 
 
 class Hold:
@@ -23,36 +24,40 @@ class Hold:
 
 
 class HoldLedger:
-    """Offers, digests and leases of one source; a transport adds where the bytes are and how renewals come.
+    """Offers, digests and leases of one source; doors (source.py) add where the bytes are and how renewals come.
 
     Not thread-safe. `clock` is the clock of `KVSource.lapsed`.
     """
 
-    def __init__(
-        self, pool: SharedPool, settings: TransferSettings, *, transport: str, clock: Callable[[], float]
-    ) -> None:
-        self._pool, self._settings, self._transport, self._clock = pool, settings, transport, clock
-        self._digester = BlockDigester(pool)
+    def __init__(self, pools: RankPools, settings: TransferSettings, *, clock: Callable[[], float]) -> None:
+        self._pools, self._settings, self._clock = pools, settings, clock
+        self._digester = GroupDigester(pools)
         self._holds: dict[Key, Hold] = {}
 
-    def offer(self, key: Key, *, prompt_tokens: int, blocks: Sequence[int], address: bytes) -> Offer:
-        """Starts a hold over the blocks that the prompt needs; spare ones at the end are left out."""
-        needed = self._pool.layout.blocks_for(prompt_tokens)
+    def check(self, key: Key, prompt_tokens: int, blocks: Sequence[int]) -> tuple[int, ...]:
+        """The blocks that an offer of this prompt would hold; spare ones at the end are left out. Raises
+        InternalError if it can't be offered."""
+        needed = self._pools.layout.blocks_for(prompt_tokens)
         if key in self._holds or not 0 < needed <= len(blocks):
             state = "holds already" if key in self._holds else f"has {len(blocks)} of {needed} blocks"
             raise InternalError(f"request {key[0]} attempt {key[1]} can't be offered: it {state}")
-        held = tuple(blocks[:needed])
+        return tuple(blocks[:needed])
+
+    def offer(self, key: Key, *, prompt_tokens: int, blocks: Sequence[int], ways: Sequence[Way]) -> Offer:
+        """Starts a hold over the blocks that the prompt needs."""
+        held = self.check(key, prompt_tokens, blocks)
         offer = Offer(
             request_id=key[0],
             attempt=key[1],
             generation=self._settings.generation,
             instance=self._settings.instance,
-            transport=self._transport,
-            layout=self._pool.layout,
+            transport=ways[0].transport,
+            address=ways[0].address,
+            others=tuple(ways[1:]),
+            layout=self._pools.layout,
             prompt_tokens=prompt_tokens,
             blocks=held,
-            epochs=self._pool.epochs_of(held),
-            address=address,
+            epochs=self._pools.control.epochs_of(held),
             lease_s=self._settings.lease_s,
         )
         self._holds[key] = Hold(offer)
@@ -60,7 +65,7 @@ class HoldLedger:
 
     def publish(self, key: Key, *, ready_tokens: int) -> Chunk:
         hold = self._open_hold(key)
-        whole_blocks = ready_tokens // self._pool.layout.tokens_per_block
+        whole_blocks = ready_tokens // self._pools.layout.tokens_per_block
         digests = self._digests(hold, whole_blocks)
         return Chunk(request_id=key[0], attempt=key[1], ready_tokens=ready_tokens, digests=digests)
 
@@ -95,9 +100,8 @@ class HoldLedger:
         return {key: len(hold.offer.blocks) for key, hold in self._holds.items()}
 
     def close(self) -> None:
-        """Ends every hold and lets go of the pool's memory."""
+        """Ends every hold."""
         self._holds.clear()
-        self._digester.close()
 
     def _open_hold(self, key: Key) -> Hold:
         hold = self._holds.get(key)
@@ -108,12 +112,13 @@ class HoldLedger:
 
     def _digests(self, hold: Hold, end: int) -> dict[int, tuple[int, ...]]:
         """Of the sampled blocks from the last one told up to `end`, and marks them told."""
-        offer, per_block = hold.offer, self._pool.layout.tokens_per_block
+        offer, per_block = hold.offer, self._pools.layout.tokens_per_block
         every = self._settings.digest_every
-        digests = {
-            i: self._digester.digest(offer.blocks[i], min(per_block, offer.prompt_tokens - i * per_block))
-            for i in range(hold.digested, end)
-            if is_sampled(i, every=every)
-        }
+        indexes = [i for i in range(hold.digested, end) if is_sampled(i, every=every)]
+        digests: dict[int, tuple[int, ...]] = {}
+        for tokens, group in itertools.groupby(indexes, lambda i: min(per_block, offer.prompt_tokens - i * per_block)):
+            alike = list(group)
+            found = self._digester.digests([offer.blocks[i] for i in alike], tokens)
+            digests |= zip(alike, found, strict=True)
         hold.digested = max(hold.digested, end)
         return digests

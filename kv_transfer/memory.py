@@ -7,55 +7,66 @@ from collections.abc import Callable, Sequence
 
 from trtpd.errors import InternalError, LeaseError, TransferError
 from trtpd.kv_transfer.base import Key, PullResult, TransferSettings
-from trtpd.kv_transfer.integrity import BlockDigester, verify
-from trtpd.kv_transfer.ledger import HoldLedger
+from trtpd.kv_transfer.integrity import Arrivals
 from trtpd.kv_transfer.offer import Chunk, Offer, Seal
-from trtpd.kv_transfer.pool import SharedPool
 from trtpd.kv_transfer.pull import Pull, check_offer
-from trtpd.kv_transfer.runs import coalesce, copy_run
+from trtpd.kv_transfer.ranks import RankPools
+from trtpd.kv_transfer.routes import copy_run, plan_routes
+from trtpd.kv_transfer.runs import coalesce
+from trtpd.kv_transfer.source import Source
 
 Hub = dict[str, "MemorySource"]
 """Sources by instance, shared by the sources and sinks of one test."""
 
 
-class MemorySource:
+class MemoryDoor:
+    """Remembers when each hold was renewed."""
+
+    transport = "memory"
+
+    def __init__(self) -> None:
+        self._renewed_s: dict[Key, float | None] = {}
+
+    def open(self, key: Key, blocks: tuple[int, ...]) -> bytes:
+        self._renewed_s[key] = None
+        return b""
+
+    def renew(self, key: Key, now_s: float) -> None:
+        self._renewed_s[key] = now_s
+
+    def renewed_s(self, key: Key) -> float | None:
+        return self._renewed_s[key]
+
+    def suspend(self, key: Key) -> None:
+        """Renewals come from the thread that looks for them."""
+
+    def resume(self, key: Key) -> None:
+        """See `suspend`."""
+
+    def shut(self, key: Key) -> None:
+        del self._renewed_s[key]
+
+    def close(self) -> None:
+        self._renewed_s.clear()
+
+
+class MemorySource(Source):
     """Keeps holds as any source does; sinks of the same hub find it by its instance's name."""
 
     def __init__(
         self,
-        pool: SharedPool,
+        pools: RankPools,
         settings: TransferSettings,
         hub: Hub,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.pool, self._clock = pool, clock
-        self._ledger = HoldLedger(pool, settings, transport="memory", clock=clock)
+        self._door, self._own_clock = MemoryDoor(), clock
+        super().__init__(pools, settings, [self._door], clock=clock)
+        self.pools = pools
         hub[settings.instance] = self
 
-    def offer(self, key: Key, *, prompt_tokens: int, blocks: Sequence[int]) -> Offer:
-        return self._ledger.offer(key, prompt_tokens=prompt_tokens, blocks=blocks, address=b"")
-
-    def publish(self, key: Key, *, ready_tokens: int) -> Chunk:
-        return self._ledger.publish(key, ready_tokens=ready_tokens)
-
-    def seal(self, key: Key, *, first_token: int, first_log_prob: float | None, seed: int) -> Seal:
-        return self._ledger.seal(key, first_token=first_token, first_log_prob=first_log_prob, seed=seed)
-
     def renew(self, key: Key) -> None:
-        now_s = self._clock()
-        self._ledger.received(key, sent_s=now_s, now_s=now_s)
-
-    def end(self, key: Key) -> bool:
-        return self._ledger.end(key)
-
-    def lapsed(self, now_s: float) -> list[Key]:
-        return [key for key in self._ledger.lapsed(now_s) if self._ledger.end(key)]
-
-    def holds(self) -> dict[Key, int]:
-        return self._ledger.holds()
-
-    def close(self) -> None:
-        self._ledger.close()
+        self._door.renew(key, self._own_clock())
 
 
 class MemorySink:
@@ -63,17 +74,17 @@ class MemorySink:
 
     def __init__(
         self,
-        pool: SharedPool,
+        pools: RankPools,
         hub: Hub,
         wake: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._pool, self._hub, self._wake, self._clock = pool, hub, wake, clock
+        self._pools, self._hub, self._wake, self._clock = pools, hub, wake, clock
         self._pulls: dict[Key, Pull] = {}
         self._results: list[PullResult] = []
 
     def handshake(self, offer: Offer) -> None:
-        check_offer(offer, transport="memory", layout=self._pool.layout)
+        check_offer(offer, transport="memory", layout=self._pools.layout)
         held_source(self._hub, offer)
 
     def begin(self, offer: Offer, blocks: Sequence[int]) -> None:
@@ -91,7 +102,7 @@ class MemorySink:
         if pull := self._pulls.get(seal.key):
             pull.seal(seal, self._clock())
             try:
-                copy_all(self._hub, pull, self._pool)
+                copy_all(self._hub, pull, self._pools)
                 self._finish(pull.key, pull.result(self._clock()))
             except TransferError as error:
                 self._finish(pull.key, pull.result(self._clock(), error))
@@ -120,25 +131,26 @@ class MemorySink:
 def held_source(hub: Hub, offer: Offer) -> MemorySource:
     """The source that still holds the offer, its blocks unchanged. Raises LeaseError."""
     source = hub.get(offer.instance)
-    if source is None or offer.key not in source.holds() or source.pool.gone():
+    if source is None or offer.key not in source.holds() or source.pools.control.gone():
         raise LeaseError(f"{offer.instance} holds nothing of request {offer.request_id} any more")
-    if source.pool.address.generation != offer.generation:
+    if source.pools.control.address.generation != offer.generation:
         raise LeaseError(f"{offer.instance} has restarted: its offer of request {offer.request_id} is void")
-    if source.pool.epochs_of(offer.blocks) != offer.epochs:
+    if source.pools.control.epochs_of(offer.blocks) != offer.epochs:
         raise LeaseError(f"blocks of request {offer.request_id} were freed before their copy was used")
     return source
 
 
-def copy_all(hub: Hub, pull: Pull, pool: SharedPool) -> None:
-    """Copies a sealed pull into `pool` and verifies it. Raises TransferError."""
+def copy_all(hub: Hub, pull: Pull, pools: RankPools) -> None:
+    """Copies a sealed pull into `pools` and verifies it. Raises TransferError."""
     if pull.fault:
         raise pull.fault
-    source, digester = held_source(hub, pull.offer), BlockDigester(pool)
-    piece, began_s = pull.piece(len(pull.blocks)), time.monotonic()
-    for run in coalesce(pull.offer.blocks, pull.blocks):
-        copy_run(source.pool, pool, run)
-    found = {i: digester.digest(pull.blocks[i], pull.valid_tokens(i)) for i in pull.digests}
+    source, began_s = held_source(hub, pull.offer), time.monotonic()
+    piece, moved_bytes = pull.piece(len(pull.blocks)), 0
+    arrivals = Arrivals(pull, piece, pools.layout)
+    for route in plan_routes(pull.offer.layout, pools):
+        for run in coalesce(pull.offer.blocks, pull.blocks):
+            copy_run(route, source.pools.by_rank[route.source_rank], run, arrivals)
+        moved_bytes += len(piece) * len(route.arrays) * route.block_bytes()
     held_source(hub, pull.offer)
-    verify(pull.digests, found, pull.offer.instance)
-    moved_bytes = len(pull.blocks) * pool.grid[:, 0].nbytes
+    arrivals.verify()
     pull.copied(piece, bytes_moved=moved_bytes, seconds=time.monotonic() - began_s)

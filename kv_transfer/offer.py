@@ -33,13 +33,21 @@ Digests = Annotated[
 ]
 
 
+class Way(msgspec.Struct, frozen=True, kw_only=True):
+    """One way to the KV of an offer: `address` is the transport's own description of the pools (for shm:
+    `ShmAddress` as msgpack)."""
+
+    transport: Name
+    address: Annotated[bytes, Meta(max_length=ADDRESS_LIMIT_BYTES)]
+
+
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
     """Made by prefill before its first chunk: where the KV of one request will be, and until when.
 
-    `blocks[i]` holds the tokens `i * tokens_per_block ...` of the prompt in the source's pool, `epochs[i]` is
-    that block's epoch at the offer: a sink compares it after its copy. `address` is the transport's own
-    description of the pool (for shm: `ShmAddress` as msgpack). `opaque` is the engine's own hand-off state
-    where the engine moves its KV itself (transport "opaque", no blocks), at most OPAQUE_LIMIT_BYTES.
+    `blocks[i]` holds the tokens `i * tokens_per_block ...` of the prompt in the pools of all ranks of the source,
+    `epochs[i]` is that block's epoch at the offer: a sink compares it after its copy. `transport` and `address`
+    are the way the source likes best, `others` the other ways it has, best first. `opaque` is the engine's own hand-off
+    state where the engine moves its KV itself (transport "opaque", no blocks), at most OPAQUE_LIMIT_BYTES.
     """
 
     request_id: Count
@@ -54,6 +62,16 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     address: Annotated[bytes, Meta(max_length=ADDRESS_LIMIT_BYTES)]
     lease_s: Annotated[float, Meta(gt=0.0, le=LEASE_LIMIT_S)]
     opaque: Annotated[bytes, Meta(max_length=OPAQUE_LIMIT_BYTES)] = b""
+    others: Annotated[tuple[Way, ...], Meta(max_length=8)] = ()
+
+    @property
+    def ways(self) -> tuple[Way, ...]:
+        """All ways, best first."""
+        return (Way(transport=self.transport, address=self.address), *self.others)
+
+    def by(self, way: Way) -> Offer:
+        """The same offer with that way only."""
+        return msgspec.structs.replace(self, transport=way.transport, address=way.address, others=())
 
     @property
     def key(self) -> tuple[int, int]:
@@ -63,8 +81,8 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     """KV of the first `ready_tokens` tokens is final. `digests` covers blocks finished since the last chunk.
 
-    `digests` is a map from index in `Offer.blocks` to one 64-bit digest per KV head of the source rank
-    (over that head's K and V of all layers, valid tokens only); empty when digests are off.
+    `digests` is a map from index in `Offer.blocks` to one 64-bit digest per KV head of the model (over that
+    head's K and V of all layers, valid tokens only; integrity.py); empty when digests are off.
     """
 
     request_id: Count

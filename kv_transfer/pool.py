@@ -21,9 +21,10 @@ from trtpd.kv_transfer import pool_file as file
 from trtpd.kv_transfer.layout import KVLayout
 from trtpd.kv_transfer.pool_file import PREFIX, SHM_DIR, PoolAddress, sweep
 
-__all__ = ["Array", "PoolAddress", "SharedPool", "sweep"]
+__all__ = ["Array", "PoolAddress", "SharedPool", "Words", "sweep"]
 
 Array = npt.NDArray[np.generic]
+Words = npt.NDArray[np.unsignedinteger[npt.NBitBase]]
 NUMPY_DTYPE: dict[str, npt.DTypeLike] = {"f32": np.float32, "bf16": np.uint16, "f16": np.float16}
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -38,7 +39,8 @@ class SharedPool:
     only attached never unlinks. Pages are touched at creation. `heads` and the layers are those of the rank.
 
     `grid` is the same memory once more as words, `[array, block, word]`, arrays in the order K and V of the
-    first layer, K and V of the second: one numpy copy moves a run of blocks in all layers.
+    first layer, K and V of the second: one numpy copy moves a run of blocks in all layers. `cells` is it with
+    the heads apart, `[array, block, head, word]`.
     `leases` has one row of 64-bit words per lease slot, as many as blocks; leases.py says what they mean.
     """
 
@@ -47,29 +49,34 @@ class SharedPool:
     keys: list[Array]
     values: list[Array]
     address: PoolAddress
-    grid: npt.NDArray[np.unsignedinteger[npt.NBitBase]]
+    grid: Words
+    cells: Words
     leases: npt.NDArray[np.uint64]
 
-    def __init__(self, fd: int, path: Path, address: PoolAddress, layout: KVLayout, *, owner: bool) -> None:
+    def __init__(
+        self, fd: int, path: Path, address: PoolAddress, layout: KVLayout, *, owner: bool, writable: bool
+    ) -> None:
         """Maps `fd`, which it then owns. Use `create` or `attach`."""
         self.layout, self.num_blocks, self.address = layout, address.num_blocks, address
         self._fd, self._path, self._owner, self._closed = fd, path, owner, False
         plan = file.plan_file(layout, address.num_blocks, address.tp_rank, address.pp_rank)
-        prot = mmap.PROT_READ | mmap.PROT_WRITE if owner else mmap.PROT_READ
-        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if owner else 0)
+        prot = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
+        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if writable else 0)
         self._control = mmap.mmap(fd, plan.kv_at, mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self._kv = mmap.mmap(fd, address.size_bytes - plan.kv_at, flags, prot, offset=plan.kv_at)
         self._view(plan)
 
     def _view(self, plan: file.Plan) -> None:
-        blocks, words = self.num_blocks, self.num_blocks * file.LEASE_WORDS
+        blocks, lease_words = self.num_blocks, self.num_blocks * file.LEASE_WORDS
         self._epochs = np.frombuffer(self._control, np.uint64, blocks, file.EPOCHS_AT)
         self._epochs.flags.writeable = self._owner
-        self.leases = np.frombuffer(self._control, np.uint64, words, plan.leases_at).reshape(blocks, -1)
+        self.leases = np.frombuffer(self._control, np.uint64, lease_words, plan.leases_at).reshape(blocks, -1)
         # np.frombuffer, unlike np.ndarray(buffer=...), keeps the mapping from being closed under its arrays.
         kv = np.frombuffer(self._kv, np.uint8).reshape(2 * plan.layers, plan.stride_bytes)
         rows = kv[:, : blocks * plan.block_bytes]
-        self.grid = rows.view(plan.word).reshape(2 * plan.layers, blocks, -1)
+        words = rows.view(plan.word)
+        self.grid = words.reshape(2 * plan.layers, blocks, -1)
+        self.cells = words.reshape(2 * plan.layers, blocks, plan.shape[1], -1)
         arrays = [row.view(NUMPY_DTYPE[self.layout.dtype]).reshape(plan.shape) for row in rows]
         self.keys, self.values = arrays[0::2], arrays[1::2]
 
@@ -105,7 +112,7 @@ class SharedPool:
         try:
             file.lock_as_creator(fd)
             file.allocate(fd, address.size_bytes, name, directory)
-            pool = cls(fd, path, address, layout, owner=True)
+            pool = cls(fd, path, address, layout, owner=True, writable=True)
         except BaseException as error:
             path.unlink()
             os.close(fd)
@@ -117,9 +124,12 @@ class SharedPool:
         return pool
 
     @classmethod
-    def attach(cls, address: PoolAddress, layout: KVLayout, *, directory: Path = SHM_DIR) -> SharedPool:
-        """Maps another process's pool. Raises LeaseError if it is gone or of another generation,
-        LayoutError if it is of another layout. Its pages are mapped when touched, or by `warm`."""
+    def attach(
+        cls, address: PoolAddress, layout: KVLayout, *, writable: bool = False, directory: Path = SHM_DIR
+    ) -> SharedPool:
+        """Maps another process's pool; `writable` is for the leader of its own group. Raises LeaseError if it
+        is gone or of another generation, LayoutError if it is of another layout. Its pages are mapped when
+        touched, or by `warm`."""
         file.check_address(address, layout)
         path = directory / address.name
         try:
@@ -128,7 +138,7 @@ class SharedPool:
             raise LeaseError(f"KV pool {path} is gone ({error.strerror}): its process has ended") from error
         try:
             file.check_file(fd, address, layout)
-            return cls(fd, path, address, layout, owner=False)
+            return cls(fd, path, address, layout, owner=False, writable=writable)
         except BaseException as error:
             os.close(fd)
             if isinstance(error, OSError):
@@ -183,7 +193,7 @@ class SharedPool:
         self.keys, self.values = [], []
         self._epochs = np.empty(0, np.uint64)
         self.leases = np.empty((0, file.LEASE_WORDS), np.uint64)
-        self.grid = np.empty((0, 0, 0), np.uint64)
+        self.grid, self.cells = np.empty((0, 0, 0), np.uint64), np.empty((0, 0, 0, 0), np.uint64)
         for mapping in (self._control, self._kv):
             try:
                 mapping.close()

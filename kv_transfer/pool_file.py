@@ -44,8 +44,8 @@ class PoolAddress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """Where things lie in the file of one rank. `word` is the widest unsigned type that a block is whole
-    words of; copies move words."""
+    """Where things lie in the file of one rank. `word` is the widest unsigned type that one head of a block is
+    whole words of; copies move words."""
 
     layers: int
     shape: tuple[int, int, int, int]
@@ -60,7 +60,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 def plan_file(layout: KVLayout, num_blocks: int, tp_rank: int, pp_rank: int) -> Plan:
     """`block_bytes` is one block of one array (K or V of one layer)."""
     layers, heads = len(layout.rank_layers(pp_rank)), len(layout.rank_heads(tp_rank))
-    block_bytes = heads * layout.tokens_per_block * layout.head_dim * layout.itemsize_bytes
+    head_bytes = layout.tokens_per_block * layout.head_dim * layout.itemsize_bytes
+    block_bytes = heads * head_bytes
     stride_bytes = _whole_pages(num_blocks * block_bytes)
     leases_at = _whole_pages(EPOCHS_AT + num_blocks * 8)
     kv_at = _whole_pages(leases_at + num_blocks * LEASE_WORDS * 8)
@@ -69,7 +70,7 @@ def plan_file(layout: KVLayout, num_blocks: int, tp_rank: int, pp_rank: int) -> 
         shape=(num_blocks, heads, layout.tokens_per_block, layout.head_dim),
         block_bytes=block_bytes,
         stride_bytes=stride_bytes,
-        word=np.dtype(f"u{next(width for width in (8, 4, 2) if block_bytes % width == 0)}"),
+        word=np.dtype(f"u{next(width for width in (8, 4, 2) if head_bytes % width == 0)}"),
         leases_at=leases_at,
         kv_at=kv_at,
         size_bytes=kv_at + 2 * layers * stride_bytes,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trtpd.errors import InternalError, LayoutError, TransferError
+from trtpd.errors import InternalError, TransferError
 from trtpd.kv_transfer.base import Key, PullResult
 from trtpd.kv_transfer.layout import KVLayout
 from trtpd.kv_transfer.offer import Chunk, Offer, Seal
+from trtpd.kv_transfer.reshard import check_convertible
 
 
 class Pull:
@@ -96,15 +97,11 @@ class Pull:
         )
 
 
-def check_offer(offer: Offer, *, transport: str, layout: KVLayout) -> None:
+def check_offer(offer: Offer, *, transport: str, layout: KVLayout, convert_dtype: bool = False) -> None:
     """Whether a sink of this transport and layout can pull the offer. Raises LayoutError, TransferError."""
     if offer.transport != transport:
         raise TransferError(
             f"{offer.instance} offers KV over {offer.transport!r}, this sink pulls over {transport!r}:"
             " let both use one transport"
         )
-    if offer.layout != layout:
-        raise LayoutError(
-            f"{offer.instance} holds KV as {offer.layout}, this engine as {layout}: {transport} pairs only"
-            " equal layouts; build both roles from one pipeline file"
-        )
+    check_convertible(offer.layout, layout, who=offer.instance, convert_dtype=convert_dtype)

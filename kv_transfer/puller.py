@@ -23,17 +23,24 @@ WATCH_S = 0.25
 IDLE_S = 2.0
 
 
+class Interrupted(Exception):
+    """A carrier saw that its pull was aborted, and stopped waiting."""
+
+
 class Carrier(Protocol):
-    """One pull's way to its source. Used by one thread at a time."""
+    """One pull's way to its source. Used in the puller's thread only. What waits there is bounded, and raises
+    Interrupted when the pull is aborted."""
 
     def renew(self, sent_s: float) -> float | None:
-        """Sends a renewal. When the newest one known to be received, by a source that held, was sent."""
+        """Sends a renewal. When the newest one known to be received, by a source that held, was sent; None if it
+        doesn't hold. Raises PeerGoneError if the source is known to be gone, TransferError if it can't be
+        asked."""
 
     def check(self) -> None:
-        """Raises LeaseError unless the source holds, unchanged, the blocks of the offer."""
+        """Raises LeaseError unless the source holds, unchanged, the blocks of the offer; as `renew`."""
 
     def gone(self) -> bool:
-        """True if the source's process has ended."""
+        """True if the source's process is known to have ended."""
 
     def copy(self, pull: Pull, piece: range) -> int:
         """Copies a piece into the sink's blocks and verifies its digests; the bytes moved. Nothing touches
@@ -82,16 +89,17 @@ class Puller:
                 self._thread.start()
             self._changed.notify()
 
-    def begin(self, pull: Pull, carrier: Carrier) -> None:
-        """Takes over both. Raises InternalError if the key is being pulled, LeaseError if the hold is over;
-        then `carrier` is still the caller's."""
+    def begin(self, pull: Pull, carrier: Carrier, *, confirmed_s: float | None = None) -> None:
+        """Takes over both; `confirmed_s` if the carrier has renewed already. Raises InternalError if the key is
+        being pulled; then `carrier` is still the caller's."""
         task = _Task(pull, carrier)
+        if confirmed_s is not None:
+            task.lease.sent(confirmed_s)
+            task.lease.confirmed(sent_s=confirmed_s)
         with self._changed:
             self.start()
             if pull.key in self._tasks:
                 raise InternalError(f"request {pull.key[0]} attempt {pull.key[1]} is being pulled already")
-            self._renew(task)
-            carrier.check()
             self._tasks[pull.key] = task
             self._changed.notify()
 
@@ -146,11 +154,15 @@ class Puller:
         """Waits for a pull with something to do; None when closing and all have ended."""
         while True:
             with self._changed:
-                self._renew_and_watch()
-                actionable = [task for task in self._tasks.values() if self._has_work(task)]
+                tasks = list(self._tasks.values())
+            for task in tasks:
+                self._renew_and_watch(task)
+            with self._changed:
+                # Only tasks seen to above: one that has come since has no lease yet.
+                actionable = [task for task in tasks if self._has_work(task)]
                 if actionable:
                     return min(actionable, key=_urgency)
-                if self._closing:
+                if self._closing and not self._tasks:
                     return None
             if self._idle():
                 continue
@@ -168,22 +180,29 @@ class Puller:
         due_s = min(task.lease.due_s() for task in self._tasks.values())
         return min(max(due_s - self._clock(), 0.0), WATCH_S)
 
-    def _renew_and_watch(self) -> None:
-        """Renews what is due, and sees to pulls whose source will never send what they wait for."""
-        now_s = self._clock()
-        for task in self._tasks.values():
-            pull = task.pull
-            if now_s >= task.lease.due_s():
+    def _renew_and_watch(self, task: _Task) -> None:
+        """Renews what is due, and sees to a pull whose source will never send what it waits for."""
+        pull = task.pull
+        if pull.fault is not None or pull.aborted:
+            return
+        try:
+            if self._clock() >= task.lease.due_s():
                 self._renew(task)
-            if pull.fault is None and not task.lease.holds(self._clock()):
+            if not task.lease.holds(self._clock()):
                 pull.fault = self._lapsed(task)
-            elif pull.fault is None and not pull.sealed and task.carrier.gone():
+            elif not pull.sealed and task.carrier.gone():
                 pull.fault = PeerGoneError(
                     f"{pull.offer.instance} has died before the KV of request {pull.key[0]} was complete:"
                     " prefill it elsewhere"
                 )
+        except Interrupted:
+            return
+        except TransferError as error:
+            if isinstance(error, PeerGoneError) or not task.lease.holds(self._clock()):
+                pull.fault = error
 
     def _renew(self, task: _Task) -> None:
+        """Whoever can't be asked now may be asked again before the lease ends."""
         now_s = self._clock()
         task.lease.sent(now_s)
         confirmed_s = task.carrier.renew(now_s)
@@ -195,6 +214,8 @@ class Puller:
         error: TransferError | None = None
         try:
             ended = self._step(task)
+        except Interrupted:
+            ended = True
         except TransferError as failure:
             ended, error = True, failure
         except Exception as failure:  # noqa: BLE001 - one pull's failure must not end the others
@@ -232,7 +253,10 @@ class Puller:
         task.carrier.check()
 
     def _lapsed(self, task: _Task) -> LeaseError:
-        return LeaseError(f"the lease on the KV of request {task.pull.key[0]} ended during its pull: prefill it again")
+        return LeaseError(
+            f"{task.pull.offer.instance} no longer holds the KV of request {task.pull.key[0]} (its lease ended):"
+            " prefill it again"
+        )
 
     def _finish(self, task: _Task, error: TransferError | None) -> None:
         task.carrier.close()

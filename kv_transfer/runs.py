@@ -5,13 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
-import numpy as np
-
-from trtpd.kv_transfer.integrity import OpenDigests
-from trtpd.kv_transfer.pool import SharedPool
-
-TILE_BYTES = 1 << 20
-"""A copy with digests goes in tiles of about this size: digested while in cache, and few enough calls."""
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -46,27 +39,3 @@ def split(run: Run, blocks: int) -> list[Run]:
         Run(run.index + i, run.source + i, run.sink + i, min(blocks, run.count - i))
         for i in range(0, run.count, blocks)
     ]
-
-
-def copy_run(source: SharedPool, sink: SharedPool, run: Run) -> None:
-    """Copies a run in all layers, in one call that lets other Python threads run."""
-    sink_part = sink.grid[:, run.sink : run.sink + run.count]
-    np.copyto(sink_part, source.grid[:, run.source : run.source + run.count])
-
-
-def copy_run_digesting(source: SharedPool, sink: SharedPool, run: Run, opened: OpenDigests) -> None:
-    """The same, and feeds what arrived in the sink's pool to `opened`, which digests blocks of the sink."""
-    to = sink.grid[:, run.sink : run.sink + run.count]
-    of = source.grid[:, run.source : run.source + run.count]
-    step = max(1, TILE_BYTES // (to[0].nbytes))
-    for first in range(0, len(to), step):
-        end = min(first + step, len(to))
-        np.copyto(to[first:end], of[first:end])
-        opened.feed(first, end)
-
-
-def tile_blocks(pool: SharedPool) -> int:
-    """Blocks of a run to copy with one set of open digests: many arrays of few blocks make the best
-    tile, since digests then go on from array to array."""
-    block_bytes = pool.grid.shape[2] * pool.grid.itemsize
-    return max(1, TILE_BYTES // (16 * block_bytes))

@@ -25,6 +25,7 @@ from trtpd.errors import TrtpdError
 from trtpd.kv_transfer.base import TransferSettings
 from trtpd.kv_transfer.layout import KVDtype, KVLayout
 from trtpd.kv_transfer.pool import SharedPool
+from trtpd.kv_transfer.ranks import RankPools
 from trtpd.kv_transfer.shm import ShmSink, ShmSource
 
 
@@ -71,7 +72,8 @@ class Bench:
             instance="bench", generation=self._generation, digest_every=int(digests), one_piece_tokens=1 << 30
         )
         ended = threading.Event()
-        source, sink = ShmSource(self._from, settings), ShmSink(self._to, settings, wake=ended.set)
+        source = ShmSource(RankPools([self._from]), settings)
+        sink = ShmSink(RankPools([self._to]), settings, wake=ended.set)
         handoffs, copies, digestings = [], [], []
         try:
             for _ in range(repeats + 1):  # the first one maps pages in

@@ -108,7 +108,7 @@ class Simulation:
         self._pushed = 0
 
     def run(self, *, until_s: float = float("inf")) -> Summary:
-        """Runs until nothing is left to happen, or until an instant."""
+        """Runs until nothing is left to happen, or until an instant. To be called once."""
         for node in self.nodes.values():
             self._start(node)
         for number, request in enumerate(self._requests):
@@ -118,6 +118,10 @@ class Simulation:
         while self._heap and self._heap[0][0] <= until_s:
             self.now_s, _, action = heapq.heappop(self._heap)
             action()
+        return self.summary()
+
+    def summary(self) -> Summary:
+        """What became of the requests so far; durations run to the last end."""
         ends_s = [outcome.ended_s for outcome in self.outcomes if outcome.ended_s is not None]
         return summarise(self.outcomes, self._requests, duration_s=max(ends_s, default=0.0))
 

@@ -36,17 +36,17 @@ def golden() -> dict:
 
 
 @pytest.fixture(scope="session")
-def make_build(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
-    """make_build(name, pools as YAML flow text) -> a finished f32 build of SmolLM2, made once per session."""
+def make_build(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """make_build(name, pools as YAML flow text, extra=YAML lines) -> an f32 build of SmolLM2, made once per session."""
     made: dict[str, Path] = {}
 
-    def make(name: str, pools: str) -> Path:
+    def make(name: str, pools: str, *, extra: str = "") -> Path:
         if name not in made:
             home = tmp_path_factory.mktemp(name)
             spec = home / "pipeline.yaml"
             spec.write_text(
                 f"model: {smollm2}\nengine: openvino\nprecision: f32\npools: {pools}\n"
-                "slo: {ttft_ms: 30000, tpot_ms: 2000}\n"
+                f"slo: {{ttft_ms: 30000, tpot_ms: 2000}}\n{extra}"
             )
             run = trtpd("build", spec, "--output", home / "build")
             assert run.returncode == 0, run.stderr
@@ -57,7 +57,7 @@ def make_build(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Calla
 
 
 @pytest.fixture(scope="session")
-def pair_build(make_build: Callable[[str, str], Path]) -> Path:
+def pair_build(make_build: Callable[..., Path]) -> Path:
     """One prefill and two decode instances."""
     first, last = CORES[0], CORES[-1]
     return make_build(
@@ -68,7 +68,7 @@ def pair_build(make_build: Callable[[str, str], Path]) -> Path:
 
 
 @pytest.fixture(scope="session")
-def mixed_build(make_build: Callable[[str, str], Path]) -> Path:
+def mixed_build(make_build: Callable[..., Path]) -> Path:
     """One mixed instance: prefill and decode on one engine."""
     return make_build("mixed", "{mixed: {instances: 1, kv_tokens: 8192}}")
 

@@ -88,6 +88,18 @@ def test_nothing_reads_pickles() -> None:
         assert not {name.split(".")[0] for name in imported(path)} & {"pickle", "shelve", "marshal"}, path
 
 
+def test_the_error_tree_shows_every_error_of_ours() -> None:
+    tree = ast.get_docstring(ast.parse((ROOT / "src/trtpd/errors.py").read_text()))
+    assert tree is not None
+    shown = set(re.findall(r"\b\w+Error\b", tree))
+    ours = {"TrtpdError"}
+    for path, _ in sources() * 2:  # twice: a file may derive from an error of one that is read later
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and any(isinstance(b, ast.Name) and b.id in ours for b in node.bases):
+                ours.add(node.name)
+    assert shown == ours
+
+
 def test_git_ignores_none_of_our_sources() -> None:
     if not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")

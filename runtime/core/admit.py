@@ -3,7 +3,7 @@ early."""
 
 from __future__ import annotations
 
-from trtpd.runtime.core.cluster import Cluster
+from trtpd.runtime.core.cluster import Cluster, Instance
 from trtpd.runtime.core.events import Arrived, Refuse
 from trtpd.runtime.core.policy import Policy
 from trtpd.runtime.core.requests import Backlog
@@ -52,7 +52,7 @@ def _malformed(arrived: Arrived) -> Refuse | None:
 def _too_long(arrived: Arrived, model: str, cluster: Cluster) -> Refuse | None:
     """Every instance ever seen counts: one that is away may come back. Decode (or whoever does it all) must
     hold the whole sequence, so the largest capacity of any instance bounds what can be served."""
-    largest = max(cluster.of_model(model), key=lambda instance: instance.capacity_tokens, default=None)
+    largest = cluster.largest(model)
     total = arrived.prompt_tokens + arrived.max_tokens
     if largest is None or total <= largest.capacity_tokens:
         return None
@@ -81,13 +81,14 @@ def _unserved(arrived: Arrived, model: str, cluster: Cluster, policy: Policy, no
 def _saturated(
     arrived: Arrived, model: str, cluster: Cluster, backlog: Backlog, policy: Policy, now_s: float
 ) -> Refuse | None:
-    wait_s = prefill_backlog_s(model, cluster, backlog, now_s)
+    instances = cluster.usable_prefillers(model, now_s)
+    wait_s = backlog_s(instances, backlog.tokens_of(model))
     retry_after_s = round(min(max(wait_s, RETRY_LEAST_S), RETRY_MOST_S), 1)
     if len(backlog) >= policy.queue_limit:
         message = f"{len(backlog)} requests wait already; try again in {retry_after_s} s"
         return _refuse(arrived, "saturated", message, retry_after_s)
-    rates = [instance.hello.prefill_tokens_per_s for instance in cluster.usable_prefillers(model, now_s)]
-    own_s = arrived.prompt_tokens / max(rates) if rates else 0.0
+    rate = max((instance.hello.prefill_tokens_per_s for instance in instances), default=0.0)
+    own_s = arrived.prompt_tokens / rate if rate else 0.0
     left_s = arrived.deadline_s - now_s
     if wait_s + own_s > left_s > 0.0:
         message = (
@@ -98,10 +99,9 @@ def _saturated(
     return None
 
 
-def prefill_backlog_s(model: str, cluster: Cluster, backlog: Backlog, now_s: float) -> float:
+def backlog_s(instances: list[Instance], waiting_tokens: int) -> float:
     """Seconds of prefill that stand before a new request, spread over all instances that prefill."""
-    instances = cluster.usable_prefillers(model, now_s)
     rate = sum(instance.hello.prefill_tokens_per_s for instance in instances)
     if rate <= 0.0:
         return 0.0
-    return (sum(instance.queued_tokens for instance in instances) + backlog.tokens_of(model)) / rate
+    return (sum(instance.queued_tokens for instance in instances) + waiting_tokens) / rate

@@ -166,8 +166,9 @@ class Books:
             return
         self.end_prefill(request)
         attempt.record.outcome = outcome
-        if attempt.stall is not None:
-            self.timers.cancel(attempt.stall)
+        for timer in (attempt.lead, attempt.stall):
+            if timer is not None:
+                self.timers.cancel(timer)
         if attempt.decode is not None:
             self.close(attempt.decode)
         if attempt.prefill is not None:

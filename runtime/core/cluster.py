@@ -53,6 +53,7 @@ class Instance:
     """One prefill, decode or mixed instance, with what was placed on it. Changed only by Cluster."""
 
     __slots__ = (
+        "capacity_tokens",
         "draining",
         "ghosts",
         "healthy",
@@ -68,7 +69,7 @@ class Instance:
     )
 
     def __init__(self, hello: Hello) -> None:
-        self.hello = hello
+        self.take_hello(hello)
         self.healthy = True
         self.draining = False
         self.load = Load(kv_blocks_free=hello.kv_blocks)
@@ -81,6 +82,11 @@ class Instance:
         self.quarantined_until_s = 0.0
         self.quarantines = 0
 
+    def take_hello(self, hello: Hello) -> None:
+        """`capacity_tokens`: the longest sequence it could ever hold, prompt and output together."""
+        self.hello = hello
+        self.capacity_tokens = min(hello.max_seq_tokens, hello.kv_blocks * hello.tokens_per_block)
+
     @property
     def name(self) -> str:
         return self.hello.instance
@@ -88,11 +94,6 @@ class Instance:
     @property
     def group_key(self) -> GroupKey:
         return (self.hello.model, self.hello.fingerprint, self.hello.pairing_key)
-
-    @property
-    def capacity_tokens(self) -> int:
-        """The longest sequence it could ever hold, prompt and output together."""
-        return min(self.hello.max_seq_tokens, self.hello.kv_blocks * self.hello.tokens_per_block)
 
     @property
     def placed(self) -> int:
@@ -151,6 +152,7 @@ class Cluster:
         self.groups: dict[str, dict[GroupKey, Group]] = {}
         self.links_down: dict[tuple[str, str], float] = {}
         self._last_usable_s: dict[str, float] = {}
+        self._largest: dict[str, Instance] = {}
 
     def register(self, hello: Hello) -> Instance:
         """Takes in an instance, or takes it back. A new generation starts empty; its losses stay on record.
@@ -165,7 +167,8 @@ class Cluster:
             self._unlist(old)
             if old.hello.generation == hello.generation:
                 instance = old
-                instance.hello, instance.healthy = hello, True
+                instance.take_hello(hello)
+                instance.healthy = True
             else:
                 if old.holds:
                     raise InternalError(f"{hello.instance} registers anew with {len(old.holds)} holds of its past")
@@ -175,6 +178,7 @@ class Cluster:
         self.instances[hello.instance] = instance
         group = self.groups.setdefault(hello.model, {}).setdefault(instance.group_key, Group())
         group.of(hello.role)[hello.instance] = instance
+        self._largest.clear()
         return instance
 
     def _unlist(self, instance: Instance) -> None:
@@ -235,6 +239,15 @@ class Cluster:
             yield from group.prefill.values()
             yield from group.decode.values()
             yield from group.mixed.values()
+
+    def largest(self, model: str) -> Instance | None:
+        """The instance that could hold the longest sequence, whether or not it is up."""
+        found = self._largest.get(model)
+        if found is None:
+            found = max(self.of_model(model), key=lambda instance: instance.capacity_tokens, default=None)
+            if found is not None:
+                self._largest[model] = found
+        return found
 
     def usable_prefillers(self, model: str, now_s: float) -> list[Instance]:
         """Those that would prefill a new request: prefill and mixed instances, or whatever there is without

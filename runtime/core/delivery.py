@@ -24,7 +24,7 @@ class Delivery:
         self._books.cluster.seen(hold)
         request.timeline.mark(Instant.PREFILL_BEGIN, self._books.now_s)
         if hold.side == "prefill" and attempt.offer is None:
-            attempt.offer = event.offer
+            attempt.offer, attempt.ready_at_s = event.offer, self._books.now_s
             self.advance(request)
 
     def chunk_ready(self, request: Request, hold: Hold, event: ChunkReady) -> None:
@@ -33,7 +33,7 @@ class Delivery:
             return
         self._books.cluster.seen(hold)
         request.timeline.mark(Instant.PREFILL_BEGIN, self._books.now_s)
-        attempt.ready_tokens = event.ready_tokens
+        attempt.ready_tokens, attempt.ready_at_s = event.ready_tokens, self._books.now_s
         self._books.cluster.progress(hold, max(0, attempt.prompt_tokens - event.ready_tokens))
         if hold.side == "prefill":
             attempt.chunks.append(event.chunk)
@@ -53,28 +53,49 @@ class Delivery:
         attempt = request.running()
         if attempt.pulling:
             self._update(request, attempt)
-        elif not attempt.joined and self._time_to_pull(attempt):
-            sink = self._sink(request, attempt)
-            if sink is None:
-                self._books.await_sink(request)
-                return False
-            self._books.undelivered.pop(request.id, None)
-            self._pull(request, attempt, sink)
+            return True
+        if request.id in self._books.undelivered:
+            return self._begin_pull(request, attempt)
+        wait_s = None if attempt.joined else self._until_pull_s(attempt)
+        if wait_s is None:
+            return True
+        if wait_s > 0.0:
+            self._pull_later(request, attempt, wait_s)
+            return True
+        return self._begin_pull(request, attempt)
+
+    def _begin_pull(self, request: Request, attempt: Attempt) -> bool:
+        sink = self._sink(request, attempt)
+        if sink is None:
+            self._books.await_sink(request)
+            return False
+        self._books.undelivered.pop(request.id, None)
+        self._pull(request, attempt, sink)
         return True
 
-    def _time_to_pull(self, attempt: Attempt) -> bool:
-        """At the seal, or when the rest of the prefill is predicted to take less than the lead. Before that
-        decode's blocks would lie idle; much later, it would start to copy after the seal what it could have
-        copied before."""
+    def _until_pull_s(self, attempt: Attempt) -> float | None:
+        """Seconds until the pull should begin: at the seal, or when the rest of the prefill is predicted to take no
+        more than the lead. Earlier decode's blocks would lie idle; later it would copy after the seal what it could
+        have copied before. None: there is nothing to pull, or no telling when."""
         if attempt.offer is None or attempt.prefill is None:
-            return False
+            return None
         if attempt.seal is not None:
-            return True
+            return 0.0
         source = self._books.cluster.instances[attempt.prefill.instance].hello
         if not source.capabilities.chunk_events:
-            return False
+            return None
         rest_s = (attempt.prompt_tokens - attempt.ready_tokens) / source.prefill_tokens_per_s
-        return rest_s <= self._books.policy.pull_lead_s
+        return max(0.0, attempt.ready_at_s + rest_s - self._books.policy.pull_lead_s - self._books.now_s)
+
+    def _pull_later(self, request: Request, attempt: Attempt, wait_s: float) -> None:
+        """A long chunk says nothing until it is done, so the time to pull may come between two events."""
+        if attempt.lead is not None:
+            self._books.timers.cancel(attempt.lead)
+        attempt.lead = self._books.timers.at(self._books.now_s + wait_s, lambda: self._lead_reached(request, attempt))
+
+    def _lead_reached(self, request: Request, attempt: Attempt) -> None:
+        if request.attempt is attempt and not attempt.pulling and attempt.prefill is not None:
+            self._begin_pull(request, attempt)
 
     def _sink(self, request: Request, attempt: Attempt) -> Hold | None:
         """The chosen decode instance, or another if that one can't be had any more."""
@@ -109,6 +130,8 @@ class Delivery:
         """The first Pull of an offer at a sink: all there is of it so far."""
         sink.sent = True
         attempt.record.pulls += 1
+        if attempt.lead is not None:
+            self._books.timers.cancel(attempt.lead)
         self._send(
             attempt,
             sink,

@@ -26,7 +26,7 @@ class Dispatch:
             self._deliver()
             for model in list(books.backlog.queues):
                 queue = books.backlog.queues[model]
-                if self._place_from(queue.again, self._paced_places(model)):
+                if not queue.again or self._place_from(queue.again, self._paced_places(model)):
                     self._place_from(queue.fresh, None)
 
     def _deliver(self) -> None:
@@ -38,6 +38,8 @@ class Dispatch:
                 return
             if not self._recovery.deliver(request):
                 waiting += 1
+            else:
+                assert request.id not in self._books.undelivered, "delivered, and still waiting for a sink"
 
     def _paced_places(self, model: str) -> int:
         """How many new attempts may enter prefill now: a lost decode instance must not flood the prefill
@@ -89,14 +91,35 @@ class Dispatch:
     def _submit(self, request: Request, choice: place.Choice) -> None:
         books = self._books
         books.backlog.remove(request)
-        request.attempts += 1
+        attempt = self._new_attempt(request, choice)
         source, sink = choice.prefill, choice.decode
-        kind: WorkKind = "context_and_generation" if sink is None else "context_only"
+        tokens, total = request.prompt_tokens, request.total_tokens
+        if sink is None:
+            attempt.prefill = books.reserve(request, source, "local", tokens=total, pending_tokens=tokens)
+        else:
+            attempt.prefill = books.reserve(request, source, "prefill", tokens=tokens, pending_tokens=tokens)
+            attempt.decode = books.reserve(request, sink, "decode", tokens=total)
+        attempt.prefill.sent = True
+        books.send(
+            Submit(
+                instance=source.name,
+                request_id=request.id,
+                attempt=attempt.number,
+                kind=attempt.kind,
+                journal=tuple(request.journal),
+            )
+        )
+
+    def _new_attempt(self, request: Request, choice: place.Choice) -> Attempt:
+        """Makes it the running one; all but the first are paced."""
+        books = self._books
+        request.attempts += 1
+        kind: WorkKind = "context_and_generation" if choice.decode is None else "context_only"
         record = AttemptRecord(
             number=request.attempts,
             kind=kind,
-            prefill=source.name,
-            decode=None if sink is None else sink.name,
+            prefill=choice.prefill.name,
+            decode=None if choice.decode is None else choice.decode.name,
             why=choice.why,
         )
         attempt = Attempt(
@@ -112,20 +135,4 @@ class Dispatch:
         request.blocked_since_s = None
         request.timeline.attempts.append(record)
         request.timeline.mark(Instant.PLACED, books.now_s)
-        tokens = request.prompt_tokens
-        if sink is None:
-            total = request.total_tokens
-            attempt.prefill = books.reserve(request, source, "local", tokens=total, pending_tokens=tokens)
-        else:
-            attempt.prefill = books.reserve(request, source, "prefill", tokens=tokens, pending_tokens=tokens)
-            attempt.decode = books.reserve(request, sink, "decode", tokens=request.total_tokens)
-        attempt.prefill.sent = True
-        books.send(
-            Submit(
-                instance=source.name,
-                request_id=request.id,
-                attempt=attempt.number,
-                kind=kind,
-                journal=tuple(request.journal),
-            )
-        )
+        return attempt

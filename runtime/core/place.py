@@ -39,6 +39,10 @@ class Choice:
     why: str
 
 
+Candidate = tuple[float, Instance, Instance | None, str]
+"""(score, prefill, decode, why a place that isn't meant for it is considered)."""
+
+
 @dataclass(slots=True)
 class _View:
     """One request seen against one cluster at one instant; notes on the way why places fell out."""
@@ -53,88 +57,89 @@ class _View:
 
     def usable(self, instances: Iterable[Instance], tokens: int) -> list[Instance]:
         """Those that serve now and could hold so many tokens if they were empty."""
-        return [i for i in instances if i.usable(self.now_s) and tokens <= i.capacity_tokens]
+        now_s = self.now_s
+        return [i for i in instances if tokens <= i.capacity_tokens and i.usable(now_s)]
 
-    def open(self, instances: Iterable[Instance], tokens: int, *, batch: bool) -> list[Instance]:
+    def open(self, instances: list[Instance], tokens: int, *, batch: bool) -> list[Instance]:
         """Those of the usable that can take it now."""
-        found = []
-        for instance in instances:
-            self.exists = True
-            if self.request.avoids(instance.name, self.now_s):
-                continue
-            crowded = batch and instance.placed >= self.placed_per_batch * instance.hello.max_batch
-            if crowded or not instance.has_room(instance.blocks_for(tokens)):
-                self.full = True
-            else:
-                found.append(instance)
+        self.exists = self.exists or bool(instances)
+        if self.request.avoid:
+            instances = [i for i in instances if not self.request.avoids(i.name, self.now_s)]
+        per_batch = self.placed_per_batch if batch else float("inf")
+        found = [
+            instance
+            for instance in instances
+            if instance.has_room(instance.blocks_for(tokens)) and instance.placed < per_batch * instance.hello.max_batch
+        ]
+        self.full = self.full or len(found) < len(instances)
         return found
 
-    def locals_of(self, instances: list[Instance], fallback: str) -> list[Choice]:
+    def locals_of(self, instances: list[Instance], fallback: str) -> list[Candidate]:
         """Places where one instance does it all; `fallback` says why, if that isn't its role."""
-        request = self.request
-        choices = []
-        for instance in self.open(instances, request.total_tokens, batch=True):
-            blocks = instance.blocks_for(request.total_tokens)
-            score_s = score.prefill_score(instance, request.prompt_tokens, self.weights)
-            score_s += score.decode_score(instance, blocks, self.weights)
-            score_s += self.weights.fallback_s if fallback else 0.0
-            reason = f": {fallback}" if fallback else ""
-            why = f"local on {instance.name}{reason}; {self._state(instance, instance)}"
-            choices.append(Choice(prefill=instance, decode=None, score_s=score_s, why=why))
-        return choices
-
-    def pairs_of(self, prefills: list[Instance], decodes: list[Instance]) -> list[Choice]:
-        """The best pairs of the shortlists of both sides, over links that are up."""
         request, weights = self.request, self.weights
-        sources = _best(
-            self.open(prefills, request.prompt_tokens, batch=False),
-            lambda i: score.prefill_score(i, request.prompt_tokens, weights),
-        )
-        sinks = _best(
-            self.open(decodes, request.total_tokens, batch=True),
-            lambda i: score.decode_score(i, i.blocks_for(request.total_tokens), weights),
-        )
-        best: list[tuple[float, Instance, Instance]] = []
-        for source_s, source in sources:
-            for sink_s, sink in sinks:
-                if self.cluster.link_up(source.name, sink.name, self.now_s):
-                    best.append((source_s + sink_s, source, sink))
-        least = min((entry[0] for entry in best), default=0.0)
+        extra_s = weights.fallback_s if fallback else 0.0
         return [
-            Choice(prefill=p, decode=d, score_s=s, why=f"pair {p.name}→{d.name}; {self._state(p, d)}")
-            for s, p, d in best
-            if s <= least + TIE_S
+            (
+                score.prefill_score(instance, request.prompt_tokens, weights)
+                + score.decode_score(instance, instance.blocks_for(request.total_tokens), weights)
+                + extra_s,
+                instance,
+                None,
+                fallback,
+            )
+            for instance in self.open(instances, request.total_tokens, batch=True)
         ]
 
-    def _state(self, prefill: Instance, decode: Instance) -> str:
-        wait_s = score.first_token_s(prefill, self.request.prompt_tokens)
-        use = score.kv_use(decode, decode.blocks_for(self.request.total_tokens))
-        batch = f"{decode.placed + 1}/{decode.hello.max_batch}"
-        return f"first token in about {wait_s:.3g} s, KV {use:.0%} promised, batch {batch}"
+    def pairs_of(self, prefills: list[Instance], decodes: list[Instance]) -> list[Candidate]:
+        """The pairs of the shortlists of both sides, over links that are up."""
+        prompt, total, weights = self.request.prompt_tokens, self.request.total_tokens, self.weights
+        sources = _best(self.open(prefills, prompt, batch=False), lambda i: score.prefill_score(i, prompt, weights))
+        sinks = _best(
+            self.open(decodes, total, batch=True), lambda i: score.decode_score(i, i.blocks_for(total), weights)
+        )
+        return [
+            (source_s + sink_s, source, sink, "")
+            for source_s, source in sources
+            for sink_s, sink in sinks
+            if self.cluster.link_up(source.name, sink.name, self.now_s)
+        ]
 
-    def group(self, group: Group) -> list[Choice]:
+    def group(self, group: Group) -> list[Candidate]:
         """All ways to run it within one group."""
         request = self.request
-        choices = self.locals_of(self.usable(group.mixed.values(), request.total_tokens), "")
+        found = self.locals_of(self.usable(group.mixed.values(), request.total_tokens), "")
         prefills = self.usable(group.prefill.values(), request.prompt_tokens)
         decodes = self.usable(group.decode.values(), request.total_tokens)
         if not prefills:
-            choices += self.locals_of(decodes, "no prefill instance for it")
+            found += self.locals_of(decodes, "no prefill instance for it")
         elif not decodes:
             whole = self.usable(prefills, request.total_tokens)
-            choices += self.locals_of(whole, "no decode instance for it")
+            found += self.locals_of(whole, "no decode instance for it")
         elif request.transfer_failures >= TRANSFER_FAILURES_BEFORE_LOCAL:
-            choices += self.locals_of(decodes, f"{request.transfer_failures} transfers of it failed")
+            found += self.locals_of(decodes, f"{request.transfer_failures} transfers of it failed")
         elif not self._linked(prefills, decodes):
-            choices += self.locals_of(decodes, "no link between the pools")
+            found += self.locals_of(decodes, "no link between the pools")
         else:
-            choices += self.pairs_of(prefills, decodes)
-        return choices
+            found += self.pairs_of(prefills, decodes)
+        return found
 
     def _linked(self, prefills: list[Instance], decodes: list[Instance]) -> bool:
         if not self.cluster.links_down:
             return True
         return any(self.cluster.link_up(p.name, d.name, self.now_s) for p in prefills for d in decodes)
+
+    def choice(self, candidate: Candidate) -> Choice:
+        """A candidate with its reasons."""
+        score_s, prefill, decode, fallback = candidate
+        place = f"local on {prefill.name}" if decode is None else f"pair {prefill.name}→{decode.name}"
+        whole = prefill if decode is None else decode
+        wait_s = score.first_token_s(prefill, self.request.prompt_tokens)
+        use = score.kv_use(whole, whole.blocks_for(self.request.total_tokens))
+        why = (
+            f"{place}{': ' if fallback else ''}{fallback}; first token in about {wait_s:.3g} s, "
+            f"KV {use:.0%} promised, batch {whole.placed + 1}/{whole.hello.max_batch}"
+        )
+        return Choice(prefill=prefill, decode=decode, score_s=score_s, why=why)
 
 
 def _best(instances: list[Instance], key: Callable[[Instance], float]) -> list[tuple[float, Instance]]:
@@ -153,13 +158,13 @@ def choose(
 ) -> Choice | Wait:
     """The best place for a new attempt. Among equals `rng` draws."""
     view = _View(request, cluster, weights, placed_per_batch, now_s)
-    choices: list[Choice] = []
+    found: list[Candidate] = []
     for group in cluster.groups.get(request.model, {}).values():
-        choices += view.group(group)
-    if choices:
-        least = min(choice.score_s for choice in choices)
-        ties = [choice for choice in choices if choice.score_s <= least + TIE_S]
-        return ties[0] if len(ties) == 1 else rng.choice(ties)
+        found += view.group(group)
+    if found:
+        least = min(candidate[0] for candidate in found)
+        ties = [candidate for candidate in found if candidate[0] <= least + TIE_S]
+        return view.choice(ties[0] if len(ties) == 1 else rng.choice(ties))
     if not view.exists:
         return Wait.NO_INSTANCE
     return Wait.NO_ROOM if view.full else Wait.PAUSED

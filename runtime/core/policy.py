@@ -10,25 +10,40 @@ from trtpd.runtime.core.score import Weights
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """Every field has a default that suits one host; all durations are seconds.
+    """Every field has a default that suits one host. Durations are seconds.
 
-    queue_limit               requests that may wait for a place; beyond it new ones are refused as saturated
-    no_instance_grace_s       how long arrivals still queue after the last usable instance went (a restart's
-    time) retry_budget              new attempts a request may cost after failures; rejects for lack of room
-    are free reprefills_per_instance   new attempts in prefill at a time, per usable instance that prefills
-    pull_lead_s               decode starts to pull when prefill's predicted rest is below this repulls
-    pulls of the same offer after a failed one transfer_patience_s       the fixed part of the time a sealed
-    offer's pull may take; a backstop to the sink's own transfer_floor_bytes_per_s   the rate below which a
-    transfer counts as stalled drain_patience_s          after this an unanswered Cancel or Withdraw is sent
-    again drain_reminders           how often, before its credit is taken back without an answer
-    reject_pause_s            a request stays away from an instance that rejected it; doubles up to
-    reject_pause_max_s link_avoid_s              a pair is not used for this long after its link was reported
-    down flap_losses, flap_window_s   so many losses within this window put an instance in quarantine
-    quarantine_s              for this long, doubling with each quarantine up to quarantine_max_s overtake
-    requests behind one that doesn't fit that may be tried overtake_s                after it has waited this
-    long for room, none may placed_per_batch          sequences placed on an instance, those still in prefill
-    elsewhere included, per
-                              `max_batch`
+    Admission
+      queue_limit                 requests that may wait for a place; further ones are refused as saturated
+      no_instance_grace_s         arrivals still queue for so long after the last usable instance went
+
+    Placement
+      overtake                    requests behind one that doesn't fit which may be tried before it
+      overtake_s                  once it has waited for room so long, none may
+      placed_per_batch            sequences placed on an instance per `max_batch`, those still in prefill included
+      weights                     of the terms of the score
+
+    Hand-off
+      pull_lead_s                 decode starts to pull when the rest of the prefill is predicted to take no longer
+      repulls                     pulls of one offer after a failed one
+      transfer_patience_s         fixed part of the time a sealed offer's pull may take, a backstop to the sink's own
+      transfer_floor_bytes_per_s  what the bytes add to it: a slower transfer counts as stalled
+
+    Failures
+      retry_budget                new attempts a request may cost; rejects for lack of room cost nothing
+      reprefills_per_instance     new attempts in prefill at a time, per usable instance that prefills
+      drain_patience_s            an unanswered Cancel or Withdraw is sent again after this
+      drain_reminders             so often; then its credit is taken back without an answer
+      reject_pause_s              a request stays away from an instance that rejected it, twice as long each time,
+      reject_pause_max_s          up to this
+      link_avoid_s                a pair whose link was reported down is not used for so long
+      flap_losses                 losses of one instance within
+      flap_window_s               this window that put it in quarantine
+      quarantine_s                for so long, twice as long each time,
+      quarantine_max_s            up to this
+
+    Memory
+      faults_kept                 recent faults that status shows
+      timelines_kept              timelines of ended requests
     """
 
     queue_limit: int = 1024

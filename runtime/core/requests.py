@@ -21,7 +21,7 @@ class Attempt:
     `prefill` is the hold of the instance that prefills (or does everything, when local), `decode` that of the
     one that pulls; None once gone. `base` is the number of journal tokens that belong to this attempt's
     prompt. `paced`: it takes one of the places for new attempts. `shunned` are sinks that may still answer
-    for an old pull.
+    for an old pull. `lead` begins the pull, `stall` ends one that takes too long.
     """
 
     number: int
@@ -36,12 +36,14 @@ class Attempt:
     chunks: list[bytes] = field(default_factory=list)
     chunks_sent: int = 0
     ready_tokens: int = 0
+    ready_at_s: float = 0.0
     seal: bytes | None = None
     seal_sent: bool = False
     begun: bool = False
     joined: bool = False
     repulls: int = 0
     shunned: set[str] = field(default_factory=set)
+    lead: Timer | None = None
     stall: Timer | None = None
 
     @property

@@ -3,6 +3,9 @@
 It schedules, allocates and moves KV like a real engine. Each token leaves values in the KV that depend on it
 and its position, and the next token is a function of all that the sequence's blocks hold: KV that is missing,
 stale or in the wrong place gives other tokens.
+
+What holds a sequence is read whole once; from then on only its last block and, in turn, one of those before it are
+read again, so that a step costs the same however long its sequences are.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Self
 
@@ -21,7 +24,7 @@ import xxhash
 
 from trtpd.build.manifest import EngineConfig
 from trtpd.errors import EngineError
-from trtpd.kv_transfer.pool import Array, SharedPool
+from trtpd.kv_transfer.pool import SharedPool
 from trtpd.runtime.engine.executor import DrawAt, Piece
 from trtpd.runtime.engine.sampling import Draw
 from trtpd.runtime.engine.shell import ScheduledEngine
@@ -68,7 +71,7 @@ class StepCosts:
     @classmethod
     def of(cls, emulated: dict[str, float]) -> Self:
         """Raises EngineError for a cost that is unknown, missing or out of range."""
-        known = {field.name for field in fields(cls)}
+        known = {item.name for item in fields(cls)}
         unknown, missing = emulated.keys() - known, {"prefill_tokens_per_s", "decode_step_ms"} - emulated.keys()
         if unknown or missing:
             raise EngineError(
@@ -94,8 +97,21 @@ def is_decode(piece: Piece) -> bool:
     return piece.start > 0 and len(piece.ids) == 1
 
 
+@dataclass(slots=True)
+class _Read:
+    """What was read of one sequence: the digest of each of its full blocks, and their sum. `tokens` were there then."""
+
+    tokens: int = 0
+    blocks: list[int] = field(default_factory=list)
+    total: int = 0
+
+
+SequenceKey = tuple[int, int]
+"""A sequence by its first block and that block's epoch: no two sequences have had the same."""
+
+
 class EmulatedExecutor:
-    """Writes KV, reads all of it back for each token it draws, and sleeps for what the step costs beyond that."""
+    """Writes KV, reads it back for each token it draws, and sleeps for what the step costs beyond that."""
 
     def __init__(
         self,
@@ -112,56 +128,83 @@ class EmulatedExecutor:
         self._closed = threading.Event()
         self._sleep = sleep or self._sleep_until_closed
         self._clock = clock
-        _, self._heads, _, self._head_dim = pool.keys[0].shape
-        self._lanes = mix(np.arange(2 * len(pool.keys) * self._heads * self._head_dim, dtype=np.uint64))
+        self._read: dict[SequenceKey, _Read] = {}
+        blocks, self._heads, self._block_tokens, self._head_dim = pool.keys[0].shape
+        # All arrays as one: [array][block][head][token][value].
+        self._kv = pool.grid.view(pool.keys[0].dtype).reshape(-1, blocks, *pool.keys[0].shape[1:])
+        self._lanes = mix(np.arange(len(self._kv) * self._heads * self._head_dim, dtype=np.uint64))
 
     def run(self, pieces: Sequence[Piece]) -> list[Draw | None]:
         """See Executor."""
         began_s = self._clock()
-        for piece in pieces:
-            self._write(piece)
-        draws = [None if piece.draw is None else self._draw(piece, piece.draw) for piece in pieces]
+        self._write(pieces)
+        draws = self._draw_all(pieces)
         self._sleep(max(0.0, self._costs.step_s(pieces) - (self._clock() - began_s)))
         return draws
 
     def close(self) -> None:
         """See Executor. A step that sleeps in another thread ends."""
         self._closed.set()
+        self._read.clear()
+        self._kv = self._kv[:0].copy()
 
     def _sleep_until_closed(self, seconds: float) -> None:
         self._closed.wait(seconds)
 
-    def _write(self, piece: Piece) -> None:
-        positions = np.arange(piece.start, piece.end)
-        seeds = mix(np.asarray(piece.ids, np.uint64) + (positions.astype(np.uint64) << np.uint64(32)))
+    def _write(self, pieces: Sequence[Piece]) -> None:
+        size = self._block_tokens
+        at = [(piece.blocks[i // size], i) for piece in pieces for i in range(piece.start, piece.end)]
+        blocks, positions = np.array(at, np.int64).T
+        ids = np.array([token for piece in pieces for token in piece.ids], np.uint64)
+        seeds = mix(ids + (positions.astype(np.uint64) << np.uint64(32)))
         # Small whole numbers, exact in every KV type, whatever they are converted to on the way.
         values = (mix(seeds[:, None] ^ self._lanes) & np.uint64(0x7F)).astype(np.float32)
         if self._pool.layout.dtype == "bf16":
             values = (values.view(np.uint32) >> 16).astype(np.uint16)
         by_array = values.reshape(len(positions), -1, self._heads, self._head_dim)
-        size = self._pool.layout.tokens_per_block
-        blocks, slots = np.asarray(piece.blocks)[positions // size], positions % size
-        for at, array in enumerate(self._arrays()):
-            array[blocks, :, slots, :] = by_array[:, at]
+        for index, array in enumerate(self._kv):
+            array[blocks, :, positions % size, :] = by_array[:, index]
 
-    def _draw(self, piece: Piece, at: DrawAt) -> Draw:
+    def _draw_all(self, pieces: Sequence[Piece]) -> list[Draw | None]:
+        """What was read of sequences that draw nothing now is forgotten: it is read whole when they do again."""
+        epochs = self._pool.epochs_of([piece.blocks[0] for piece in pieces])
+        former, self._read = self._read, {}
+        draws: list[Draw | None] = []
+        for piece, epoch in zip(pieces, epochs, strict=True):
+            if piece.draw is None:
+                draws.append(None)
+                continue
+            key = (piece.blocks[0], epoch)
+            read = former.get(key)
+            if read is None or read.tokens != piece.start:
+                read = _Read()
+            self._read[key] = read
+            draws.append(self._draw(self._digest(piece, read), piece.draw))
+        return draws
+
+    def _draw(self, digest: int, at: DrawAt) -> Draw:
         seed = at.sampling.seed if at.sampling.temperature > 0 else 0
-        word = xxhash.xxh3_64_intdigest(f"{self._digest(piece)} {seed} {at.index}".encode())
+        word = xxhash.xxh3_64_intdigest(f"{digest} {seed} {at.index}".encode())
         log_prob = math.log(((word >> 11) + 1) * 2.0**-53)
         return Draw(word % self._vocab_size, log_prob if at.sampling.log_probs else None)
 
-    def _digest(self, piece: Piece) -> int:
+    def _digest(self, piece: Piece, read: _Read) -> int:
         """Over the KV of all tokens up to the piece's end, as it lies in the sequence's blocks."""
-        full, rest = divmod(piece.end, self._pool.layout.tokens_per_block)
-        digest = xxhash.xxh3_64(self._pool.grid[:, list(piece.blocks[:full])].tobytes())
-        if rest:
-            last = piece.blocks[full]
-            for array in self._arrays():
-                digest.update(array[last, :, :rest].tobytes())
-        return int(digest.intdigest())
+        full, rest = divmod(piece.end, self._block_tokens)
+        if read.blocks:
+            index = piece.end % len(read.blocks)
+            read.total -= read.blocks[index]
+            read.blocks[index] = self._block_digest(piece, index, self._block_tokens)
+            read.total += read.blocks[index]
+        for index in range(len(read.blocks), full):
+            read.blocks.append(self._block_digest(piece, index, self._block_tokens))
+            read.total += read.blocks[index]
+        read.tokens = piece.end
+        return read.total + (self._block_digest(piece, full, rest) if rest else 0)
 
-    def _arrays(self) -> list[Array]:
-        return [array for pair in zip(self._pool.keys, self._pool.values, strict=True) for array in pair]
+    def _block_digest(self, piece: Piece, index: int, tokens: int) -> int:
+        held = self._kv[:, piece.blocks[index], :, :tokens]
+        return xxhash.xxh3_64_intdigest(held.tobytes(), seed=index)
 
 
 def mix(words: U64) -> U64:

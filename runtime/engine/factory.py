@@ -33,9 +33,7 @@ def load_engine(directory: Path, *, pool_name: str, generation: str) -> Engine:
 
 def _openvino(config: EngineConfig, directory: Path, pool_name: str, generation: str) -> Engine:
     from trtpd.runtime.engine import openvino
-    from trtpd.runtime.engine.ov import import_openvino
 
-    import_openvino()  # our way, before the check imports it
     check_loadable(config)
     return openvino.load(config, directory, pool_name=pool_name, generation=generation)
 

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trtpd.build.backends.openvino import WEIGHTS_FILE
+from trtpd.build.machine import import_openvino
 from trtpd.build.manifest import EngineConfig
 from trtpd.errors import EngineError
 from trtpd.kv_transfer.layout import KVDtype
@@ -19,7 +20,7 @@ from trtpd.kv_transfer.pool import SharedPool
 from trtpd.runtime.engine.batching import StepLimits
 from trtpd.runtime.engine.executor import Piece
 from trtpd.runtime.engine.graph import TOKENS_PER_BLOCK, build_llama, key_input, kv_type, value_input
-from trtpd.runtime.engine.ov import compile_for_cpu, cpu_capabilities, import_openvino, one_line
+from trtpd.runtime.engine.ov import compile_for_cpu, cpu_capabilities, one_line
 from trtpd.runtime.engine.sampling import Draw, draw
 from trtpd.runtime.engine.selftest import check_paged_attention
 from trtpd.runtime.engine.shell import ScheduledEngine
@@ -141,7 +142,8 @@ def _check_kv_dtype(openvino: ModuleType, dtype: KVDtype) -> None:
 
 
 def _keep_to_cores(cores: Sequence[int]) -> None:
-    if not cores:
+    """Whoever shares a pool's cores out among its instances has narrowed this process to some of them: that stays."""
+    if not cores or os.sched_getaffinity(0) <= set(cores):
         return
     try:
         os.sched_setaffinity(0, cores)

@@ -1,9 +1,7 @@
-"""The one door to the openvino package: telemetry off, and the paged-attention node of the version we
-know."""
+"""OpenVINO as this engine uses it: the paged-attention node of the version we know, compiled for the CPU."""
 
 from __future__ import annotations
 
-import sys
 from types import ModuleType
 from typing import Any
 
@@ -11,22 +9,6 @@ from trtpd.errors import EngineError
 from trtpd.kv_transfer.layout import KVDtype
 
 WANTED_VERSION = "2026.4.1"
-
-
-def import_openvino() -> ModuleType:
-    """The openvino package. Importing it sends a usage report over the network unless its telemetry package
-    can't be found, so that one is hidden first. Raises EngineError if openvino is missing."""
-    if "openvino" not in sys.modules:
-        sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
-    try:
-        import openvino
-    except ImportError as error:
-        raise EngineError(
-            f"the openvino engine needs the openvino package, which can't be imported ({error}): "
-            f"pip install openvino=={WANTED_VERSION}"
-        ) from error
-    module: ModuleType = openvino
-    return module
 
 
 def paged_attention_op(openvino: ModuleType) -> Any:

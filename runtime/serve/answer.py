@@ -21,10 +21,18 @@ STATUS_OF_CODE = {
 
 
 class Answer:
-    """Text, ids and log-probabilities of one request. `prompt_ids` are given back in front of the text."""
+    """Text, ids and log-probabilities of one request. `hidden` tokens (those that end it) give no text;
+    `prompt_ids` are given back in front of the text."""
 
-    def __init__(self, text: TextLayer, stops: Sequence[str], *, prompt_ids: Sequence[int] = ()) -> None:
-        self._stream = text.stream(stops)
+    def __init__(
+        self,
+        text: TextLayer,
+        stops: Sequence[str],
+        *,
+        hidden: Sequence[int] = (),
+        prompt_ids: Sequence[int] = (),
+    ) -> None:
+        self._stream = text.stream(stops, hidden=hidden)
         self._echo = text.decode(prompt_ids) if prompt_ids else ""
         self._tokens = 0
         self._cum_log_prob = 0.0
@@ -54,14 +62,18 @@ class Answer:
 
     def end(self, finish: Finish) -> tuple[Piece, End, TimelineReport | None]:
         """The rest of the text, the last response, and the timeline of the whole."""
+        rest = self._take_echo() + self._stream.finish()
+        # A stop string that ends within the last token, or within what was held back, came first.
+        stopped = finish.state == State.FINISHED and self._stream.stopped
+        reason = "stop" if stopped else finish.reason
         timeline = None
         if finish.timeline is not None:
-            timeline = report(finish.timeline, finish=finish.reason, second_token_s=self._second_token_s)
+            timeline = report(finish.timeline, finish=reason, second_token_s=self._second_token_s)
         failure = None
         if finish.state == State.FAILED:
             failure = failure_of(finish.reason, finish.message)
         end = End(
-            finish_reason=finish.reason,
+            finish_reason=reason,
             timeline=to_json(timeline) if timeline is not None else "",
             prompt_tokens=finish.timeline.prompt_tokens if finish.timeline is not None else 0,
             output_tokens=self._tokens,
@@ -69,7 +81,7 @@ class Answer:
             cancelled=finish.state == State.CANCELLED,
             failure=failure,
         )
-        return Piece(text=self._take_echo() + self._stream.finish()), end, timeline
+        return Piece(text=rest), end, timeline
 
     def _take_echo(self) -> str:
         echo, self._echo = self._echo, ""

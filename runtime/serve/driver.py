@@ -72,7 +72,6 @@ class Prepared:
     echo: bool = False
     ttft_s: float | None = None
     tpot_s: float | None = None
-    priority: int = 0
 
 
 @dataclass(slots=True)
@@ -208,7 +207,15 @@ class Driver:
         if self._drain_until_s is not None:
             self._emitter.close(request_id, End(failure=_SHUTTING_DOWN))
             return
-        answer = Answer(self._text, prepared.stops, prompt_ids=prepared.prompt_ids if prepared.echo else ())
+        if self._emitter.has_left(request_id):  # before the core knew of it: nothing to undo
+            self._emitter.close(request_id, End(cancelled=True))
+            return
+        answer = Answer(
+            self._text,
+            prepared.stops,
+            hidden=prepared.sampling.end_ids,
+            prompt_ids=prepared.prompt_ids if prepared.echo else (),
+        )
         live = _Live(prepared, now_s + prepared.deadline_s, answer)
         self._live[request_id] = live
         self._step(
@@ -219,7 +226,6 @@ class Driver:
                 deadline_s=live.deadline_s,
                 ttft_s=prepared.ttft_s,
                 tpot_s=prepared.tpot_s,
-                priority=prepared.priority,
             )
         )
 
@@ -302,7 +308,14 @@ class Driver:
         self._emitter.push(command.request_id, piece)
         self._emitter.close(command.request_id, end)
         if timeline is not None:
-            self._metrics.ended(timeline, state=command.state, reason=command.reason)
+            prepared = live.prepared
+            self._metrics.ended(
+                timeline,
+                state=command.state,
+                reason=command.reason,
+                ttft_s=prepared.ttft_s,
+                tpot_s=prepared.tpot_s,
+            )
         if command.state == "failed":
             log.warning("request %d failed (%s): %s", command.request_id, command.reason, command.message)
 

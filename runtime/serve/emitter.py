@@ -54,6 +54,9 @@ class Piece:
         return bool(self.text or self.ids)
 
 
+_UNSENT = Failure(status="INTERNAL", message="code=internal the end of this answer could not be sent")
+
+
 class Sink(Protocol):
     """One client's response sender. Called from the emitter's thread only."""
 
@@ -96,6 +99,12 @@ class Emitter:
             self._streams[request_id] = _Stream(sink, stream)
             self._lock.notify_all()
 
+    def has_left(self, request_id: int) -> bool:
+        """Whether the client was found gone."""
+        with self._lock:
+            stream = self._streams.get(request_id)
+            return stream is not None and stream.gone
+
     def push(self, request_id: int, piece: Piece) -> None:
         """More of the answer. Returns at once; ignored once the stream is closed."""
         with self._lock:
@@ -106,8 +115,7 @@ class Emitter:
             stream.pending.ids += piece.ids
             stream.pending.log_probs += piece.log_probs
             if stream.stream and not stream.gone:
-                self._due[request_id] = None
-                self._lock.notify_all()
+                self._mark_due(request_id)
 
     def close(self, request_id: int, end: End) -> None:
         """The last response, with what is still pending. Idempotent."""
@@ -115,8 +123,7 @@ class Emitter:
             stream = self._streams.get(request_id)
             if stream is not None and stream.end is None:
                 stream.end = end
-                self._due[request_id] = None
-                self._lock.notify_all()
+                self._mark_due(request_id)
 
     def close_all(self, failure: Failure, *, timeout_s: float = 5.0) -> None:
         """Ends every open stream with `failure`; returns when all of them have it, or after `timeout_s`."""
@@ -141,6 +148,12 @@ class Emitter:
     def open_streams(self) -> int:
         with self._lock:
             return len(self._streams)
+
+    def _mark_due(self, request_id: int) -> None:
+        """Under the lock. The thread sleeps only while nothing is due, so only the first has to wake it."""
+        if not self._due:
+            self._lock.notify_all()
+        self._due[request_id] = None
 
     def _run(self) -> None:
         polled_s = self._clock()
@@ -175,12 +188,22 @@ class Emitter:
     def _send(self, request_id: int, stream: _Stream, piece: Piece, end: End | None) -> None:
         if end is None and (stream.gone or not piece):
             return
+        if not stream.stream and end is not None and end.failure is not None:
+            piece = Piece()  # its client takes one response: the error
+        if self._sent(request_id, stream, piece, end):
+            return
+        if end is None:
+            self._leave(request_id, stream)
+        elif not end.cancelled:
+            self._sent(request_id, stream, Piece(), End(failure=_UNSENT))
+
+    def _sent(self, request_id: int, stream: _Stream, piece: Piece, end: End | None) -> bool:
         try:
             stream.sink.send(piece, end)
         except Exception:  # one client's failure must not end the thread all others wait for
             log.exception("request %d: a response could not be sent", request_id)
-            if end is None:
-                self._leave(request_id, stream)
+            return False
+        return True
 
     def _poll(self) -> None:
         with self._lock:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,15 +23,15 @@ from trtpd.errors import InputError, ServeError
 from trtpd.kv_transfer.pool import sweep
 from trtpd.runtime.serve import rundir
 from trtpd.runtime.serve.preflight import Ports, check_ports, check_shared_memory
-from trtpd.runtime.serve.processes import descendants, die_with_parent, kill_all
 from trtpd.runtime.serve.server_package import ServerPackage, find_server
 from trtpd.runtime.serve.triton_http import TritonControl
+from trtpd.runtime.serve.triton_server import ServerPlan, TritonServer
 
 ROUTER_MODEL = "pd"
 LIVE_TIMEOUT_S = 60.0
 LOAD_TIMEOUT_S = 600.0
-STAGE_UNLOAD_S = 15.0
-EXIT_TIMEOUT_S = 5
+STAGE_UNLOAD_S = 20.0
+DEAD_UNLOAD_S = 3.0
 WATCH_S = 0.25
 RELOAD_BACKOFF_S = (0.0, 1.0, 2.0, 5.0, 10.0)
 
@@ -101,13 +101,15 @@ class Launcher:
         self._say = say
         self._stop = threading.Event()
         self._signals = 0
-        self._server: subprocess.Popen[bytes] | None = None
+        self._server: TritonServer | None = None
         self._run_dir: Path | None = None
         self._models: list[str] = []
         self._ports = Ports(http=options.http, grpc=options.grpc, metrics=options.metrics)
+        self._control_key = secrets.token_hex(16)
         self._control = TritonControl(_dialled(options.host), options.http)
         self._pool = ThreadPoolExecutor(max_workers=16, thread_name_prefix="models")
-        self._reloads: dict[str, Future[None]] = {}
+        self._reloads: dict[str, Future[bool]] = {}
+        self._plan: ServerPlan | None = None
 
     def on_signal(self, signum: int, frame: FrameType | None) -> None:
         """The first asks for a drain, the second ends everything at once."""
@@ -126,18 +128,19 @@ class Launcher:
         if package.remark:
             self._say(package.remark)
         self._ports = check_ports(self._options.host, self._ports)
-        self._control = TritonControl(_dialled(self._options.host), self._ports.http)
+        self._control = TritonControl(_dialled(self._options.host), self._ports.http, key=self._control_key)
         rundir.sweep_leftovers()
         sweep()
         check_shared_memory(build, manifest, self._models)
         try:
             self._run_dir = rundir.make_run_dir()
-            self._start_server(package)
-            self._load_all()
+            package.link_backend(self._run_dir / "backends")
+            self._plan = self._plan_server(package)
+            self._start()
             if not self._stop.is_set():
                 self._on_ready(self._ready(time.monotonic() - began_s))
                 self._watch()
-            self._drain()
+                self._drain()
             return 0
         finally:
             self._pool.shutdown(wait=False, cancel_futures=True)
@@ -145,58 +148,35 @@ class Launcher:
 
     # Starting
 
-    def _start_server(self, package: ServerPackage) -> None:
-        run_dir = self._dir
-        package.link_backend(run_dir / "backends")
-        env = package.environment(os.environ) | self._model_environment()
-        with (run_dir / "logs" / "tritonserver.log").open("wb") as log:
-            self._server = subprocess.Popen(
-                self._command(package),
-                env=env,
-                cwd=run_dir,  # stubs put their working directory on sys.path
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C at a terminal is for the launcher alone
-                preexec_fn=die_with_parent,
-            )
+    def _start(self) -> None:
+        """The server and its models. Returns early when asked to stop."""
+        assert self._plan is not None
+        self._server = TritonServer(self._plan)
+        self._server.start()
         deadline_s = time.monotonic() + LIVE_TIMEOUT_S
         while not self._control.live():
-            self._check_server()
+            self._server.check()
             if time.monotonic() > deadline_s:
-                raise ServeError(f"tritonserver is not up after {LIVE_TIMEOUT_S:g} s\n{self._log_tail()}")
+                raise ServeError(f"tritonserver is not up after {LIVE_TIMEOUT_S:g} s\n{self._server.last_lines()}")
             if self._stop.wait(0.05):
                 return
+        self._load_group([name for name in self._models if name != ROUTER_MODEL])
+        if not self._stop.is_set():
+            self._load_group([name for name in self._models if name == ROUTER_MODEL])
 
-    def _command(self, package: ServerPackage) -> list[str]:
-        host, ports = self._options.host, self._ports
-        python = {
-            "shm-default-byte-size": 4 << 20,
-            "shm-region-prefix-name": rundir.region_prefix(),
-            "stub-timeout-seconds": int(LOAD_TIMEOUT_S),
-        }
-        return [
-            str(package.binary),
-            f"--model-repository={(self._options.build / 'model_repo').resolve()}",
-            f"--backend-directory={self._dir / 'backends'}",
-            f"--cache-directory={package.caches}",
-            "--model-control-mode=explicit",
-            "--disable-auto-complete-config",
-            f"--model-load-thread-count={max(4, len(self._models))}",
-            f"--http-thread-count={max(8, 2 * len(self._models))}",
-            *(f"--{front}-address={host}" for front in ("http", "grpc", "metrics")),
-            f"--http-port={ports.http}",
-            f"--grpc-port={ports.grpc}",
-            f"--metrics-port={ports.metrics}",
-            "--allow-gpu-metrics=false",
-            "--allow-cpu-metrics=false",
-            "--pinned-memory-pool-byte-size=0",
-            f"--exit-timeout-secs={EXIT_TIMEOUT_S}",
-            f"--log-verbose={int(self._options.verbose)}",
-            "--exit-on-error=false",
-            "--strict-readiness=true",
-            *(f"--backend-config=python,{key}={value}" for key, value in python.items()),
-        ]
+    def _plan_server(self, package: ServerPackage) -> ServerPlan:
+        return ServerPlan(
+            package=package,
+            host=self._options.host,
+            ports=self._ports,
+            models=len(self._models),
+            repository=(self._options.build / "model_repo").resolve(),
+            run_dir=self._dir,
+            environment=package.environment(os.environ) | self._model_environment(),
+            control_key=self._control_key,
+            load_timeout_s=LOAD_TIMEOUT_S,
+            verbose=self._options.verbose,
+        )
 
     def _model_environment(self) -> dict[str, str]:
         """What the shims read; see pipeline_model.py and stage_model.py."""
@@ -210,16 +190,10 @@ class Launcher:
             env["TRTPD_KEYS"] = str(self._options.keys.resolve())
         return env
 
-    def _load_all(self) -> None:
-        """Stage models side by side, then `pd`. Returns early when asked to stop."""
-        self._load_group([name for name in self._models if name != ROUTER_MODEL])
-        if not self._stop.is_set():
-            self._load_group([name for name in self._models if name == ROUTER_MODEL])
-
     def _load_group(self, names: list[str]) -> None:
         waiting = [self._pool.submit(self._control.load, name, timeout_s=LOAD_TIMEOUT_S) for name in names]
         while waiting and not self._stop.wait(0.02):
-            self._check_server()
+            self._running.check()
             for future in [future for future in waiting if future.done()]:
                 waiting.remove(future)
                 future.result()
@@ -239,36 +213,52 @@ class Launcher:
     # Watching
 
     def _watch(self) -> None:
+        """Until asked to stop. Raises ServeError if the server dies."""
         while not self._stop.wait(WATCH_S):
-            self._check_server()
+            self._running.check()
             for name in self._models:
-                stub = rundir.stub_of(self._dir, name)
-                running = self._reloads.get(name)
-                if stub is not None and not stub.alive and (running is None or running.done()):
-                    self._say(f"the Triton stub of {name} (pid {stub.pid}) died; loading {name} again")
-                    rundir.forget_stub(self._dir, name)
-                    self._reloads[name] = self._pool.submit(self._reload, name)
+                self._look_after(name)
 
-    def _reload(self, name: str) -> None:
-        """Until it serves again: Triton itself neither notices a dead stub nor heals it by a load alone."""
+    def _look_after(self, name: str) -> None:
+        """Triton neither notices a dead stub nor heals it by a load alone: unload, then load."""
+        reload = self._reloads.get(name)
+        if reload is not None and reload.done():
+            del self._reloads[name]
+            if not reload.result():
+                self._restart(name)
+        stub = rundir.stub_of(self._dir, name)
+        if stub is not None and not stub.alive and name not in self._reloads:
+            self._say(f"the Triton stub of {name} (pid {stub.pid}) died; loading {name} again")
+            rundir.forget_stub(self._dir, name)
+            self._reloads[name] = self._pool.submit(self._reload, name, self._running)
+
+    def _reload(self, name: str, server: TritonServer) -> bool:
+        """Until it serves again (True), or it turns out that only a restart of the server helps (False)."""
         attempts = 0
         while not self._stop.wait(RELOAD_BACKOFF_S[min(attempts, len(RELOAD_BACKOFF_S) - 1)]):
+            if server is not self._server:
+                return True
             attempts += 1
             try:
-                self._control.unload(name, timeout_s=STAGE_UNLOAD_S)
+                if not self._control.unload(name, timeout_s=DEAD_UNLOAD_S) and name == ROUTER_MODEL:
+                    return False
                 self._control.load(name, timeout_s=LOAD_TIMEOUT_S)
             except ServeError as error:
                 self._say(f"{name} did not come back, trying again: {error}")
             else:
                 self._say(f"{name} serves again")
-                return
+                return True
+        return True
 
-    def _check_server(self) -> None:
-        """Raises ServeError with the log's last lines if tritonserver is gone."""
-        assert self._server is not None
-        code = self._server.poll()
-        if code is not None and not self._stop.is_set():
-            raise ServeError(f"tritonserver ended with code {code}; its last lines:\n{self._log_tail()}")
+    def _restart(self, name: str) -> None:
+        """A dead stub's streams never end by themselves: Triton would leave their clients waiting for ever."""
+        self._say(f"{name} died with streams open; restarting tritonserver to end them")
+        self._running.kill()
+        rundir.sweep_regions(rundir.region_prefix())
+        self._reloads.clear()
+        self._start()
+        if not self._stop.is_set():
+            self._say("tritonserver serves again")
 
     # Ending
 
@@ -278,25 +268,17 @@ class Launcher:
         rundir.announce_drain(self._dir, time.monotonic() + drain_s)
         with contextlib.suppress(ServeError):  # what can't be unloaded any more is killed next
             if ROUTER_MODEL in self._models:
-                self._control.unload(ROUTER_MODEL, timeout_s=drain_s + EXIT_TIMEOUT_S)
+                self._control.unload(ROUTER_MODEL, timeout_s=drain_s + STAGE_UNLOAD_S)
             stages = [name for name in self._models if name != ROUTER_MODEL]
             unload = [self._pool.submit(self._control.unload, name, timeout_s=STAGE_UNLOAD_S) for name in stages]
             for future in unload:
                 future.result()
-        if self._server is not None and self._server.poll() is None:
-            self._server.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._server.wait(EXIT_TIMEOUT_S + 10)
+        self._running.terminate()
 
     def _clear_away(self) -> None:
         """No process, no shared memory, no run directory of this run is left. Idempotent."""
-        server = self._server
-        if server is not None:
-            below = descendants(server.pid)
-            if server.poll() is None:
-                server.kill()
-            kill_all(below)
-            server.wait()
+        if self._server is not None:
+            self._server.kill()
         rundir.sweep_regions(rundir.region_prefix())
         sweep()
         if self._run_dir is not None:
@@ -307,8 +289,10 @@ class Launcher:
         assert self._run_dir is not None
         return self._run_dir
 
-    def _log_tail(self) -> str:
-        return rundir.tail(self._dir / "logs" / "tritonserver.log")
+    @property
+    def _running(self) -> TritonServer:
+        assert self._server is not None
+        return self._server
 
 
 def _dialled(host: str) -> str:

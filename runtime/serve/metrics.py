@@ -22,6 +22,7 @@ TPOT_BUCKETS_S = [0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.2, 0.5, 1.
 
 COUNTERS = {
     "trtpd_requests_total": "Requests by how they ended",
+    "trtpd_requests_judged_total": "Requests with targets, by whether they finished inside them (goodput)",
     "trtpd_prompt_tokens_total": "Prompt tokens of requests that ended",
     "trtpd_output_tokens_total": "Tokens handed to clients",
     "trtpd_retries_total": "Placements given up and tried again",
@@ -52,6 +53,11 @@ class Backend(Protocol):
     def observe(self, name: str, labels: Labels, value: float) -> None: ...
 
     def set(self, name: str, labels: Labels, value: float) -> None: ...
+
+
+def _within(measured_ms: float | None, target_s: float | None) -> bool:
+    """True also where there is no target, or nothing to measure (an answer of one token has no TPOT)."""
+    return target_s is None or measured_ms is None or measured_ms <= target_s * 1e3
 
 
 class Metrics:
@@ -95,9 +101,14 @@ class Metrics:
             self.gauge("trtpd_kv_blocks_free", view["kv_blocks_free"], instance=name)
             self.gauge("trtpd_instance_running", view["running"], instance=name)
 
-    def ended(self, timeline: TimelineReport, *, state: str, reason: str) -> None:
-        """A request reached its end."""
+    def ended(
+        self, timeline: TimelineReport, *, state: str, reason: str, ttft_s: float | None, tpot_s: float | None
+    ) -> None:
+        """A request reached its end. `ttft_s` and `tpot_s` are its targets; with one, it is judged by them."""
         self.count("trtpd_requests_total", state=state, reason=reason)
+        if ttft_s is not None or tpot_s is not None:
+            inside = state == "finished" and _within(timeline.ttft_ms, ttft_s) and _within(timeline.tpot_ms, tpot_s)
+            self.count("trtpd_requests_judged_total", inside=str(inside).lower())
         self.count("trtpd_prompt_tokens_total", timeline.prompt_tokens)
         self.count("trtpd_output_tokens_total", timeline.output_tokens)
         if timeline.retries:

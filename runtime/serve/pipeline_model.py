@@ -14,8 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from trtpd.build.manifest import Manifest, read_engine_config, read_manifest
-from trtpd.errors import NoInstanceError, RequestError, ServeError, TrtpdError
+from trtpd.errors import NoInstanceError, ServeError, TrtpdError
+from trtpd.runtime.core.policy import Policy
 from trtpd.runtime.core.router import RouterCore
 from trtpd.runtime.engine.base import Sampling
 from trtpd.runtime.serve import rundir
@@ -54,7 +57,7 @@ class PipelineModel:
         self._limits = limits_of(build, self._manifest, self._text)
         self._metrics = Metrics(TritonMetrics(pb_utils), self._manifest.model)
         self._driver = Driver(
-            RouterCore(seed=secrets.randbits(32)),
+            RouterCore(policy_of(self._manifest), seed=secrets.randbits(32)),
             _link_maker(),
             self._text,
             self._metrics,
@@ -85,8 +88,6 @@ class PipelineModel:
     def _take(self, request: Any) -> None:
         try:
             self._admit(request)
-        except RequestError as error:
-            self._refuse(request, error.code, str(error))
         except TrtpdError as error:
             self._refuse(request, error.code, str(error))
         except Exception as error:  # whatever it was, the client must get its last response
@@ -142,13 +143,40 @@ class PipelineModel:
                 return
 
 
+class _Scheduler(msgspec.Struct, frozen=True):
+    deadline_s: float
+    max_queue: int
+
+
+class _Slo(msgspec.Struct, frozen=True):
+    ttft_ms: float | None
+    tpot_ms: float | None
+
+
+class _Settings(msgspec.Struct, frozen=True):
+    """What a manifest's settings say of the router; what else they say is for others."""
+
+    scheduler: _Scheduler
+    slo: _Slo
+
+
+def policy_of(manifest: Manifest) -> Policy:
+    """The router's constants as the pipeline file sets them."""
+    return Policy(queue_limit=msgspec.convert(manifest.settings, type=_Settings).scheduler.max_queue)
+
+
 def limits_of(build: Path, manifest: Manifest, text: TextLayer) -> ModelLimits:
     """What every role of the build can take."""
     configs = [read_engine_config(build / role.directory) for role in manifest.roles.values()]
+    settings = msgspec.convert(manifest.settings, type=_Settings)
+    ttft_ms, tpot_ms = settings.slo.ttft_ms, settings.slo.tpot_ms
     return ModelLimits(
         max_seq_tokens=min(config.max_seq_tokens for config in configs),
         vocab_size=min(configs[0].architecture.vocab_size, max(text.vocab_size, 1)),
         end_ids=configs[0].end_ids,
+        deadline_s=settings.scheduler.deadline_s,
+        ttft_s=None if ttft_ms is None else ttft_ms / 1e3,
+        tpot_s=None if tpot_ms is None else tpot_ms / 1e3,
     )
 
 
@@ -163,7 +191,6 @@ def prepare(asked: Asked, text: TextLayer, limits: ModelLimits) -> Prepared:
         echo=asked.echo,
         ttft_s=asked.ttft_s,
         tpot_s=asked.tpot_s,
-        priority=asked.priority,
     )
 
 

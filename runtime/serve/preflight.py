@@ -80,6 +80,6 @@ def _holder(port: int) -> str:
     with contextlib.suppress(psutil.Error, OSError):
         for connection in psutil.net_connections("tcp"):
             listens = connection.status == psutil.CONN_LISTEN and connection.pid
-            if listens and connection.laddr.port == port:
+            if listens and getattr(connection.laddr, "port", None) == port:
                 return f", held by {psutil.Process(connection.pid).name()} (pid {connection.pid})"
     return ""

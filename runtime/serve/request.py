@@ -20,7 +20,6 @@ from trtpd.runtime.serve.text import Message, TextLayer, parse_messages
 
 Tensor = npt.NDArray[Any]
 
-DEFAULT_DEADLINE_S = 600.0
 MAX_DEADLINE_S = 24 * 3600.0
 MAX_STOP_WORDS = 64
 MAX_STOP_CHARS = 1024
@@ -46,13 +45,13 @@ HONOURED = (
     "ttft_ms",
     "tpot_ms",
     "deadline_ms",
-    "priority",
 )
 """`pad_id` needs no more: nothing is padded."""
 
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "beam_width": (1,),
     "num_return_sequences": (1,),
+    "priority": (0,),
     "length_penalty": (0.0, 1.0),
     "repetition_penalty": (1.0,),
     "presence_penalty": (0.0,),
@@ -80,11 +79,15 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLimits:
-    """What bounds a request before the router sees it. `end_ids`: used where the client names none."""
+    """What bounds a request before the router sees it. What follows `vocab_size` is used where the client
+    names none: `end_ids`, the deadline and the targets."""
 
     max_seq_tokens: int
     vocab_size: int
     end_ids: tuple[int, ...]
+    deadline_s: float = 120.0
+    ttft_s: float | None = None
+    tpot_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +106,6 @@ class Asked:
     deadline_s: float
     ttft_s: float | None
     tpot_s: float | None
-    priority: int
 
 
 def parse(
@@ -126,11 +128,14 @@ def parse(
         log_probs=inputs.flag("return_log_probs"),
         count_input=inputs.flag("return_num_input_tokens"),
         count_output=inputs.flag("return_num_output_tokens"),
-        deadline_s=DEFAULT_DEADLINE_S if deadline_s is None else deadline_s,
-        ttft_s=inputs.milliseconds("ttft_ms"),
-        tpot_s=inputs.milliseconds("tpot_ms"),
-        priority=inputs.integer("priority", low=-100, high=100) or 0,
+        deadline_s=limits.deadline_s if deadline_s is None else deadline_s,
+        ttft_s=_or(inputs.milliseconds("ttft_ms"), limits.ttft_s),
+        tpot_s=_or(inputs.milliseconds("tpot_ms"), limits.tpot_s),
     )
+
+
+def _or(given: float | None, default: float | None) -> float | None:
+    return default if given is None else given
 
 
 def query_of(tensors: Mapping[str, Tensor]) -> str | None:
@@ -150,12 +155,7 @@ def tokenise(asked: Asked, text: TextLayer, limits: ModelLimits) -> tuple[int, .
         raw_bytes = len(asked.prompt.encode())
     else:
         raw_bytes = sum(len(message.content.encode()) for message in asked.prompt)
-    bound_bytes = limits.max_seq_tokens * text.longest_token_bytes
-    if raw_bytes > bound_bytes:
-        raise RequestError(
-            f"the prompt has {raw_bytes:,} bytes; {limits.max_seq_tokens:,} tokens of context hold at most "
-            f"{bound_bytes:,}: shorten it"
-        )
+    check_size(raw_bytes, text, limits.max_seq_tokens)
     ids = text.encode(asked.prompt) if isinstance(asked.prompt, str) else text.encode_chat(asked.prompt)
     if not ids:
         raise RequestError("the prompt is empty: text_input gives no token")
@@ -165,6 +165,16 @@ def tokenise(asked: Asked, text: TextLayer, limits: ModelLimits) -> tuple[int, .
             f"not exceed {limits.max_seq_tokens:,}: shorten the prompt or lower max_tokens"
         )
     return ids
+
+
+def check_size(raw_bytes: int, text: TextLayer, max_seq_tokens: int) -> None:
+    """Raises RequestError for a prompt of so many bytes that it can't fit whatever its tokens are."""
+    bound_bytes = max_seq_tokens * text.longest_token_bytes
+    if raw_bytes > bound_bytes:
+        raise RequestError(
+            f"the prompt has {raw_bytes:,} bytes; {max_seq_tokens:,} tokens of context hold at most "
+            f"{bound_bytes:,}: shorten it"
+        )
 
 
 def _prompt(inputs: _Inputs) -> str | tuple[Message, ...]:

@@ -20,6 +20,7 @@ import msgspec
 from trtpd.runtime.serve.processes import Identity, own_identity
 
 SHM_DIR = Path("/dev/shm")
+SHORT_TMP = Path("/tmp")
 PREFIX = "trtpd-run."
 REGION_PREFIX = "trtpd-triton."
 SOCKET_PATH_BYTES = 100
@@ -31,10 +32,7 @@ _OWNER = re.compile(r"[a-z-]+\.(\d+)\.(\d+)\.")
 def make_run_dir() -> Path:
     """A new one, readable by this user only."""
     owner = own_identity()
-    base = tempfile.gettempdir()
-    if len(base) > SOCKET_PATH_BYTES // 2:
-        base = "/tmp"
-    path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{owner.pid}.{owner.start_ticks}.", dir=base))
+    path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{owner.pid}.{owner.start_ticks}.", dir=_base()))
     for name in ("logs", "stubs", "backends"):
         (path / name).mkdir()
     return path
@@ -49,7 +47,7 @@ def region_prefix() -> str:
 def sweep_leftovers() -> list[str]:
     """Removes run directories and Triton's shared memory of launchers that are gone. Returns their names."""
     removed = []
-    candidates = [*Path(tempfile.gettempdir()).glob(f"{PREFIX}*"), *SHM_DIR.glob(f"{REGION_PREFIX}*")]
+    candidates = [*_base().glob(f"{PREFIX}*"), *SHM_DIR.glob(f"{REGION_PREFIX}*")]
     for path in candidates:
         if _owner_is_gone(path.name):
             remove(path)
@@ -120,6 +118,12 @@ def tail(path: Path, lines: int = 15) -> str:
     except OSError:
         return ""
     return "\n".join(text.rstrip().splitlines()[-lines:])
+
+
+def _base() -> Path:
+    """Where run directories are made: the temporary directory, unless its name leaves no room for a socket's."""
+    base = Path(tempfile.gettempdir())
+    return SHORT_TMP if len(str(base)) > SOCKET_PATH_BYTES // 2 else base
 
 
 def _owner_is_gone(name: str) -> bool:

@@ -10,9 +10,8 @@ import itertools
 import json
 import logging
 import os
-import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from trtpd.build.manifest import EngineConfig, read_engine_config, read_manifest
 from trtpd.errors import EngineError, RequestError, SaturatedError, ServeError, TrtpdError
 from trtpd.runtime.serve.answer import failure_of
 from trtpd.runtime.serve.emitter import Emitter, End, Piece
+from trtpd.runtime.serve.request import check_size
 from trtpd.runtime.serve.rundir import note_stub
 from trtpd.runtime.serve.sinks import error_response
 from trtpd.runtime.serve.text import TextLayer
@@ -55,7 +55,6 @@ class StageModel:
         self._gone: set[int] = set()
         self._emitter = Emitter(self._gone.add)
         self._calls = ThreadPoolExecutor(MAX_CALLS, thread_name_prefix="stage")
-        self._closing = threading.Event()
         self._worker.start(READY_TIMEOUT_S)
         self._emitter.start()
 
@@ -70,7 +69,6 @@ class StageModel:
 
     def finalize(self) -> None:
         """Lets what runs end for a while, then stops the worker."""
-        self._closing.set()
         ready = self._worker.ready
         if ready is not None:
             with LocalClient(ready.local) as client:
@@ -99,24 +97,36 @@ class StageModel:
         ready = self._worker.ready
         if ready is None:
             raise EngineError(f"{self._name}: its worker is being restarted; try again in a few seconds")
-        with LocalClient(ready.local) as client:
-            if "kv_tokens" in tensors:
-                return self._decode(client, request_id, tensors)
-            return self._prefill(client, request_id, tensors)
 
-    def _prefill(self, client: LocalClient, request_id: int, tensors: Mapping[str, Any]) -> End:
-        done = client.prefill(
-            self._prompt(tensors),
-            timeout_s=REQUEST_TIMEOUT_S,
-            cancelled=lambda: request_id in self._gone,
-        )
-        if done is None:
+        def given_up() -> bool:
+            return request_id in self._gone or self._worker.ready is not ready
+
+        with LocalClient(ready.local) as client:
+            run = self._decode if "kv_tokens" in tensors else self._prefill
+            end = run(client, request_id, tensors, given_up)
+        if end is not None:
+            return end
+        if request_id in self._gone:
             return End(cancelled=True)
+        raise EngineError(f"{self._name}: its worker ended during this request; try again in a few seconds")
+
+    def _prefill(
+        self, client: LocalClient, request_id: int, tensors: Mapping[str, Any], given_up: Callable[[], bool]
+    ) -> End | None:
+        """None if given up."""
+        done = client.prefill(self._prompt(tensors), timeout_s=REQUEST_TIMEOUT_S, cancelled=given_up)
+        if done is None:
+            return None
         self._emitter.push(request_id, Piece(ids=[done.first_token]))
         times = {"queue_ms": done.queue_s * 1e3, "prefill_ms": done.prefill_s * 1e3}
         return End(finish_reason="length", timeline=json.dumps(times))
 
-    def _decode(self, client: LocalClient, request_id: int, tensors: Mapping[str, Any]) -> End:
+    def _decode(
+        self, client: LocalClient, request_id: int, tensors: Mapping[str, Any], given_up: Callable[[], bool]
+    ) -> End | None:
+        """None if given up."""
+        if prompt := tensors.keys() & {"input_ids", "text_input"}:
+            raise RequestError(f"kv_tokens and {min(prompt)} are both given; they measure different stages: send one")
         limit = self._config.max_seq_tokens
         kv_tokens = _integer(tensors, "kv_tokens", 1, limit - 1)
         max_tokens = _integer(tensors, "max_tokens", 1, limit - kv_tokens)
@@ -124,13 +134,13 @@ class StageModel:
             kv_tokens=kv_tokens,
             max_tokens=max_tokens,
             timeout_s=REQUEST_TIMEOUT_S,
-            cancelled=lambda: request_id in self._gone,
+            cancelled=given_up,
         )
         done = False
         for batch in batches:
             self._emitter.push(request_id, Piece(ids=list(batch.ids)))
             done = batch.done
-        return End(finish_reason="length", timeline="{}") if done else End(cancelled=True)
+        return End(finish_reason="length", timeline="{}") if done else None
 
     def _prompt(self, tensors: Mapping[str, Any]) -> tuple[int, ...]:
         if ("input_ids" in tensors) == ("text_input" in tensors):
@@ -138,8 +148,12 @@ class StageModel:
                 "send input_ids or text_input to measure prefill, or kv_tokens and max_tokens to measure decode"
             )
         if "text_input" in tensors:
-            text: bytes = tensors["text_input"].reshape(-1)[0]
-            ids = self._text.encode(text.decode("utf-8", "replace")[: self._config.max_seq_tokens * 64])
+            raw: bytes = tensors["text_input"].reshape(-1)[0]
+            check_size(len(raw), self._text, self._config.max_seq_tokens)
+            try:
+                ids = self._text.encode(raw.decode())
+            except UnicodeDecodeError as error:
+                raise RequestError(f"text_input is not valid UTF-8 (byte {error.start} of {len(raw)})") from error
         else:
             ids = tuple(int(i) for i in tensors["input_ids"].reshape(-1))
         if not 0 < len(ids) < self._config.max_seq_tokens:

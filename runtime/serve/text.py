@@ -86,9 +86,9 @@ class TextLayer:
         """All of it at once, special tokens left out."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
-    def stream(self, stops: Sequence[str]) -> TextStream:
-        """For one answer."""
-        return TextStream(self._detokenizer(), stops, self.special_ids)
+    def stream(self, stops: Sequence[str], *, hidden: Sequence[int] = ()) -> TextStream:
+        """For one answer; `hidden` tokens give no text, as special ones don't."""
+        return TextStream(self._detokenizer(), stops, self.special_ids.union(hidden))
 
     def _detokenizer(self) -> Detokenizer:
         if self._byte_level:

@@ -12,12 +12,16 @@ from trtpd.errors import ServeError
 GONE = ("UNAVAILABLE", "")
 
 
-class TritonControl:
-    """Talks to one server. Thread-safe: every call has a connection of its own."""
+KEY_HEADER = "trtpd-control"
 
-    def __init__(self, host: str, port: int) -> None:
+
+class TritonControl:
+    """Talks to one server. Thread-safe: every call has a connection of its own. `key`: what its control asks for."""
+
+    def __init__(self, host: str, port: int, *, key: str = "") -> None:
         self._host = host
         self._port = port
+        self._headers = {KEY_HEADER: key}
 
     def live(self) -> bool:
         try:
@@ -58,7 +62,7 @@ class TritonControl:
     def _call(self, method: str, path: str, *, timeout_s: float) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
         try:
-            connection.request(method, path, body=b"{}" if method == "POST" else None)
+            connection.request(method, path, body=b"{}" if method == "POST" else None, headers=self._headers)
             response = connection.getresponse()
             return response.status, response.read()
         except (OSError, http.client.HTTPException) as error:

@@ -22,7 +22,8 @@ from trtpd.build.manifest import (
 )
 from trtpd.errors import EngineError, InputError
 from trtpd.kv_transfer.base import KVSink, KVSource, TransferSettings
-from trtpd.kv_transfer.factory import transport
+from trtpd.kv_transfer.factory import make_sink, make_source, transports_of
+from trtpd.kv_transfer.ranks import RankPools
 from trtpd.runtime.core.events import Hello
 from trtpd.runtime.engine.base import Engine, PagedKV
 from trtpd.runtime.engine.factory import load_engine
@@ -30,9 +31,8 @@ from trtpd.runtime.worker.leader import Leader
 from trtpd.runtime.worker.leader_link import LeaderLink
 from trtpd.runtime.worker.local import LocalDesk
 from trtpd.runtime.worker.session import fresh_id
+from trtpd.runtime.worker.sockets import transfer_secret
 from trtpd.runtime.worker.warmup import warm_up
-
-TRANSPORT = "shm"
 
 
 class _TransferSection(msgspec.Struct, frozen=True):
@@ -41,6 +41,8 @@ class _TransferSection(msgspec.Struct, frozen=True):
     lease_s: float = 10.0
     digests: bool = True
     one_piece_tokens: int = 128
+    path: str = "auto"
+    listen: str = "127.0.0.1"
 
 
 class _Settings(msgspec.Struct, frozen=True):
@@ -93,8 +95,10 @@ def assemble(place: Place) -> Worker:
         engine = load_engine(place.build / entry.directory, pool_name=place.instance, generation=generation)
         parts.callback(engine.shutdown)
         rate = warm_up(engine)
-        hello = hello_of(place.instance, generation, manifest, config, engine, prefill_tokens_per_s=rate)
-        source, sink = hand_off_of(engine, hello, manifest)
+        settings = transfer_settings(place, generation, manifest)
+        transports = transports_of(settings)
+        hello = hello_of(place.instance, generation, manifest, config, engine, transports, prefill_tokens_per_s=rate)
+        source, sink = hand_off_of(engine, hello, settings)
         if source is not None:
             parts.callback(source.close)
         if sink is not None:
@@ -151,6 +155,7 @@ def hello_of(
     manifest: Manifest,
     config: EngineConfig,
     engine: Engine,
+    transports: tuple[str, ...],
     *,
     prefill_tokens_per_s: float,
 ) -> Hello:
@@ -170,28 +175,39 @@ def hello_of(
         max_batch=limits.max_batch,
         bytes_per_token=config.layout.bytes_per_token,
         prefill_tokens_per_s=prefill_tokens_per_s,
-        transports=(TRANSPORT,),
+        transports=transports,
         capabilities=engine.capabilities,
     )
 
 
-def hand_off_of(engine: Engine, hello: Hello, manifest: Manifest) -> tuple[KVSource | None, KVSink | None]:
-    """The sides of a hand-off that this role has; a mixed instance has both. Raises EngineError."""
+def transfer_settings(place: Place, generation: str, manifest: Manifest) -> TransferSettings:
+    """How this instance moves KV. Raises ServeError for unreadable keys."""
+    section = msgspec.convert(manifest.settings, type=_Settings).transfer
+    return TransferSettings(
+        instance=place.instance,
+        generation=generation,
+        lease_s=section.lease_s,
+        digest_every=1 if section.digests else 0,
+        one_piece_tokens=section.one_piece_tokens,
+        path=section.path,
+        listen=section.listen,
+        secret=transfer_secret(place.keys),
+    )
+
+
+def hand_off_of(engine: Engine, hello: Hello, settings: TransferSettings) -> tuple[KVSource | None, KVSink | None]:
+    """The sides of a hand-off that this role has; a mixed instance has both. Raises EngineError, TransferError."""
     kv: PagedKV | None = engine.kv
     if kv is None:
         raise EngineError(
             f"the engine of {hello.instance} moves its KV itself, which this version can't drive; "
             f"use an engine with a paged KV pool"
         )
-    section = msgspec.convert(manifest.settings, type=_Settings).transfer
-    settings = TransferSettings(
-        instance=hello.instance,
-        generation=hello.generation,
-        lease_s=section.lease_s,
-        digest_every=1 if section.digests else 0,
-        one_piece_tokens=section.one_piece_tokens,
-    )
-    path = transport(TRANSPORT)
-    source = path.source(kv.pool, settings) if hello.role != "decode" else None
-    sink = path.sink(kv.pool, settings, wake=engine.wake) if hello.role != "prefill" else None
+    pools = RankPools([kv.pool])
+    with ExitStack() as parts:
+        source = make_source(pools, settings) if hello.role != "decode" else None
+        if source is not None:
+            parts.callback(source.close)
+        sink = make_sink(pools, settings, wake=engine.wake) if hello.role != "prefill" else None
+        parts.pop_all()
     return source, sink

@@ -62,7 +62,7 @@ class Pulls:
         blocks = reserve(self._engine, self._kv, request)
         try:
             self._sink.begin(offer, blocks)
-        except TransferError:
+        except BaseException:
             self._kv.free(key)
             raise
         self._requests[key] = request

@@ -1,7 +1,8 @@
 """What every socket of the control plane shares: addresses, keys, and a thread that owns the socket.
 
 Keys are a folder: `router.key_secret` (router's host), `worker.key_secret` (workers' hosts), `router.key`
-(both), `workers/*.key` (router's host: who may connect). `make_keys` writes one for a deployment.
+(both), `workers/*.key` (router's host: who may connect), `transfer.key_secret` (workers' hosts: who knows it may
+pull KV). `make_keys` writes one for a deployment.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import collections
 import ipaddress
 import os
+import secrets
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,6 +26,8 @@ from trtpd.runtime.worker.messages import LIMIT_BYTES
 HIGH_WATER_MESSAGES = 20_000
 LINGER_MS = 500
 IPC_PATH_LIMIT_BYTES = 107
+TRANSFER_SECRET = "transfer.key_secret"
+TRANSFER_SECRET_BYTES = 32
 
 Socket = zmq.Socket[bytes]
 
@@ -65,13 +69,31 @@ def make_keys(folder: Path) -> None:
     if (folder / "router.key").exists():
         raise ServeError(f"{folder} holds keys already; remove them first, or use another folder")
     workers = folder / "workers"
-    workers.mkdir(parents=True, exist_ok=True)
-    folder.chmod(0o700)
+    try:
+        workers.mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o700)
+    except OSError as error:
+        raise ServeError(f"keys can't be written to {folder} ({error.strerror}); choose another folder") from error
     zmq.auth.create_certificates(folder, "router")
     public, _ = zmq.auth.create_certificates(folder, "worker")
     Path(public).rename(workers / "worker.key")
+    (folder / TRANSFER_SECRET).write_text(secrets.token_hex(TRANSFER_SECRET_BYTES) + "\n")
     for secret in folder.glob("*.key_secret"):
         secret.chmod(0o600)
+
+
+def transfer_secret(keys: Path | None) -> bytes:
+    """What workers prove to know when KV leaves the host; nothing without keys. Raises ServeError."""
+    if keys is None:
+        return b""
+    path = keys / TRANSFER_SECRET
+    try:
+        secret = bytes.fromhex(path.read_text().strip())
+    except (OSError, ValueError) as error:
+        raise ServeError(f"can't read the key {path}: {error}; make_keys writes a folder of keys") from error
+    if len(secret) < TRANSFER_SECRET_BYTES:
+        raise ServeError(f"the key {path} has {len(secret)} bytes, it must have {TRANSFER_SECRET_BYTES} or more")
+    return secret
 
 
 def open_socket(context: zmq.Context[Socket], kind: int) -> Socket:
@@ -215,16 +237,18 @@ class SocketThread:
         if events is not None:
             poller.register(events, zmq.POLLIN)
         wait_s = 0.0
-        while not self._stopping or self._items:
-            poller.poll(max(1, int(wait_s * 1000)))
+        try:
+            while not self._stopping or self._items:
+                poller.poll(max(1, int(wait_s * 1000)))
+                if events is not None:
+                    self._read_monitor(events)
+                self._read_socket()
+                self._read_items()
+                wait_s = self._on_time()
+        finally:  # left open it would keep the context from ever ending
             if events is not None:
-                self._read_monitor(events)
-            self._read_socket()
-            self._read_items()
-            wait_s = self._on_time()
-        if events is not None:
-            self._socket.disable_monitor()
-            events.close()
+                self._socket.disable_monitor()
+                events.close()
 
     def _read_socket(self) -> None:
         while True:

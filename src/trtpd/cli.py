@@ -40,6 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever read our output has left; Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        return _failed(args, f"{where}{error.strerror or error}", 1, "os_error")
     except Exception as error:  # noqa: BLE001 - the last boundary: a bug of ours still ends in one line
         message = f"internal error, please report it: {type(error).__name__}: {error}"
         return _failed(args, message, 1, "internal")
@@ -60,7 +63,7 @@ def parser() -> Parser:
     top = Parser(prog="trtpd", description="Prefill and decode as two engines behind Triton, with KV moved between.")
     top.add_argument("--version", action="version", version=f"trtpd {__version__}")
     subs = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (_fetch, _init, _lint, _build, _serve, _generate, _status, _doctor):
+    for add in (_fetch, _init, _lint, _build, _keys, _serve, _generate, _status, _doctor):
         add(subs)
     return top
 
@@ -122,6 +125,19 @@ def _build(subs: Subparsers) -> None:
     sub.set_defaults(run=commands.build)
 
 
+def _keys(subs: Subparsers) -> None:
+    sub = _command(
+        subs,
+        "keys",
+        "make the keys that a deployment over several hosts needs; copy the folder to each of them",
+        "trtpd keys -o keys && trtpd serve BUILD --router tcp://10.0.0.1:5555 --keys keys",
+    )
+    sub.add_argument(
+        "-o", "--output", type=Path, required=True, metavar="DIR", help="a new folder, readable by you alone"
+    )
+    sub.set_defaults(run=commands.keys)
+
+
 def _serve(subs: Subparsers) -> None:
     sub = _command(
         subs, "serve", "start Triton and every instance of this host; Ctrl-C drains and stops", "trtpd serve BUILD"
@@ -133,7 +149,9 @@ def _serve(subs: Subparsers) -> None:
     sub.add_argument("--host", default="127.0.0.1", metavar="ADDR", help="address to listen on (default: loopback)")
     sub.add_argument("--only", metavar="NAMES", help="start only these models, comma separated")
     sub.add_argument("--router", metavar="ADDR", help="the address the router is (or will be) bound to")
-    sub.add_argument("--keys", type=Path, metavar="DIR", help="CURVE keys; needed when --router is not loopback")
+    sub.add_argument(
+        "--keys", type=Path, metavar="DIR", help="made by `trtpd keys`; needed when --router is not loopback"
+    )
     sub.add_argument("--drain-s", type=_seconds, default=30.0, metavar="S", help="time for streams to end at a stop")
     sub.set_defaults(run=commands.serve)
 

@@ -82,6 +82,14 @@ def build(args: argparse.Namespace) -> int:
     return 0
 
 
+def keys(args: argparse.Namespace) -> int:
+    from trtpd.runtime.worker.sockets import make_keys
+
+    make_keys(args.output)
+    console.result({"keys": str(args.output)}, as_json=args.json, text=str(args.output))
+    return 0
+
+
 def serve(args: argparse.Namespace) -> int:
     from trtpd.runtime.serve.launcher import Ready, ServeOptions
     from trtpd.runtime.serve.launcher import serve as run

@@ -86,4 +86,4 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, title: str 
     view = Table(*headings, box=None, pad_edge=False, title=title or None, title_justify="left")
     for row in rows:
         view.add_row(*row)
-    Console(soft_wrap=False, highlight=False, width=None if sys.stdout.isatty() else 160).print(view)
+    Console(soft_wrap=False, highlight=False, markup=False, width=None if sys.stdout.isatty() else 160).print(view)

@@ -11,11 +11,17 @@ TrtpdError                 anything of ours; `code` is its reason in metrics, me
 │  ├─ LayoutError          the two layouts can't be converted
 │  ├─ LeaseError           the lease ended, or the blocks changed under the copy
 │  ├─ PeerGoneError        the process that holds the KV has died
-│  └─ IntegrityError       a digest differs
+│  ├─ TransferTimeoutError the process that holds the KV doesn't answer
+│  ├─ IntegrityError       a digest differs
+│  └─ HandOffError         what the router passed on of a hand-off can't be used (worker/pulls.py)
 ├─ CapacityError           no room now
 │  ├─ SaturatedError       try again after `retry_after_s`
-│  └─ NoInstanceError      nothing serves this now
+│  ├─ NoInstanceError      nothing serves this now
+│  └─ NoKVError            no KV blocks free on this instance (worker/pulls.py)
 ├─ ServeError              a server, a port, a process
+│  ├─ DrainingError        this instance takes nothing new (worker/jobs.py)
+│  └─ UnsupportedError     this instance's role does not do this (worker/jobs.py)
+├─ WireError               a message between router and leader is malformed or too long (worker/messages.py)
 └─ InternalError           a bug of ours
 
 Messages say what was wrong, the value, where, and what to do. Errors of libraries are translated once, where
@@ -92,6 +98,13 @@ class PeerGoneError(TransferError):
     """The process that held the KV has died before all of it was there."""
 
     code = "peer_gone"
+    retryable = False
+
+
+class TransferTimeoutError(TransferError):
+    """The process that holds the KV took too long to answer: it hangs, or the network between is cut."""
+
+    code = "transfer_timeout"
     retryable = False
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from typing import Any
 
 import pytest
 from trtpd_testing.harness import Server, ask
@@ -46,7 +47,7 @@ def test_a_stream_survives_the_death_of_its_decode_worker(pair: Server, golden: 
 
 
 def test_a_seeded_stream_continues_with_the_same_draws_after_a_death(pair: Server) -> None:
-    inputs = {
+    inputs: dict[str, Any] = {
         "text_input": "The captain opened the letter and",
         "max_tokens": 40,
         "temperature": 0.8,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from trtpd_testing.harness import ask, serving, shm_entries, trtpd
+from trtpd_testing.harness import ask, orphans_in_shm, serving, trtpd
 
 pytestmark = pytest.mark.e2e
 
@@ -41,7 +41,7 @@ def test_a_running_stream_ends_before_the_server_does(mixed_build: Path, tmp_pat
 def test_a_killed_launcher_leaves_no_process_and_the_next_start_sweeps_its_memory(
     mixed_build: Path, tmp_path: Path
 ) -> None:
-    before = shm_entries()
+    before = orphans_in_shm()
     with serving(mixed_build, tmp_path / "first.log") as server:
         tree = psutil.Process(server.process.pid).children(recursive=True)
         server.process.kill()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
-from trtpd_testing.harness import Server, ask
+from trtpd_testing.harness import Server, ask, nothing_is_held
 
 pytestmark = pytest.mark.e2e
 
@@ -73,23 +74,8 @@ def test_sixteen_streams_at_once_equal_their_solo_runs_though_four_clients_leave
     nothing_is_held(pair)
 
 
-def nothing_is_held(server: Server) -> None:
-    """KV blocks, leases and requests in flight are all 0, on both sides and in the router."""
-
-    def empty(status: dict) -> bool:
-        instances = status["instances"].values()
-        return (
-            status["requests_in_flight"] == 0
-            and all(i["kv_blocks_free"] == i["kv_blocks"] for i in instances)
-            and all(i["kv_blocks_held"] == 0 and i["running"] == 0 and i["waiting"] == 0 for i in instances)
-            and all(i["requests"] == 0 for i in instances)
-        )
-
-    server.until(empty, timeout_s=30)
-
-
 def test_a_seeded_sample_is_the_same_colocated_and_disaggregated(pair: Server, mixed: Server) -> None:
-    inputs = {
+    inputs: dict[str, Any] = {
         "text_input": "The strangest thing about the island was",
         "max_tokens": 32,
         "temperature": 0.9,

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
+from typing import Any
 
 import pytest
+import tritonclient.grpc as triton
+from tritonclient.utils import InferenceServerException
 from trtpd_testing.harness import Server, ask
 
 pytestmark = pytest.mark.e2e
@@ -25,7 +28,7 @@ def generate(server: Server, body: dict | bytes, *, path: str = "generate") -> t
         return error.code, error.read().decode()
 
 
-BAD = {
+BAD: dict[str, tuple[dict[str, Any], str]] = {
     "an empty prompt": ({"text_input": ""}, "empty"),
     "no prompt": ({}, "text_input"),
     "both prompts": ({"text_input": TEXT, "messages": "[]"}, "messages"),
@@ -35,7 +38,7 @@ BAD = {
     "max_tokens beyond the engine": ({"text_input": TEXT, "max_tokens": 1_000_000}, "max_tokens"),
     "a negative temperature": ({"text_input": TEXT, "temperature": -1.0}, "temperature"),
     "top_p above 1": ({"text_input": TEXT, "top_p": 1.5}, "top_p"),
-    "top_p 0": ({"text_input": TEXT, "top_p": -0.1}, "top_p"),
+    "top_p below 0": ({"text_input": TEXT, "top_p": -0.1}, "top_p"),
     "a negative top_k": ({"text_input": TEXT, "top_k": -3}, "top_k"),
     "bad_words": ({"text_input": TEXT, "bad_words": ["time"]}, "bad_words"),
     "two beams": ({"text_input": TEXT, "beam_width": 2}, "beam_width"),
@@ -134,3 +137,16 @@ def test_stage_models_answer_on_their_own(pair: Server) -> None:
     decode = ask(pair, model="decode_0", kv_tokens=100, max_tokens=8, stream=None)
     assert decode.error is None
     assert len(decode.ids) == 8
+
+
+@pytest.mark.parametrize("path", ["models/prefill_0/unload", "models/pd/load", "index"])
+def test_who_may_ask_for_answers_may_not_change_the_server(pair: Server, path: str) -> None:
+    request = urllib.request.Request(f"http://{pair.http}/v2/repository/{path}", data=b"{}", method="POST")
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request, timeout=60)
+    with refused.value:
+        assert refused.value.code == 403
+    client = triton.InferenceServerClient(pair.grpc)
+    with pytest.raises(InferenceServerException, match="restricted"):
+        client.get_model_repository_index()
+    client.close()

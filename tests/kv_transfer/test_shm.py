@@ -7,20 +7,18 @@ import threading
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trtpd_testing.kv import BLOCKS, LAYOUT, fill, make_pair
+from trtpd_testing.kv import BLOCKS, LAYOUT, make_pair
 
 from trtpd.errors import CapacityError, InternalError, LeaseError, TransferError
 from trtpd.kv_transfer.leases import lease_tag
 from trtpd.kv_transfer.offer import decode_offer, decode_seal, encode
-from trtpd.kv_transfer.pool import SharedPool
-from trtpd.kv_transfer.runs import copy_run_digesting
+from trtpd.kv_transfer.routes import copy_run
 from trtpd.kv_transfer.shm import ShmAddress
 
-COPY = "trtpd.kv_transfer.shm.copy_run_digesting"
+COPY = "trtpd.kv_transfer.shm.copy_run"
 KEY = (1, 1)
 OF, TO = [3, 4, 9, 1], [5, 6, 7, 2]
 TOKENS = 14
@@ -53,8 +51,8 @@ def test_any_block_tables_and_any_chunks_bring_every_element_once_and_touch_noth
 
 
 def test_a_block_freed_while_it_is_copied_voids_the_copy(shm, monkeypatch):
-    def copy_then_free(source, sink, run, opened):
-        copy_run_digesting(source, sink, run, opened)
+    def copy_then_free(*args):
+        copy_run(*args)
         shm.source.end(KEY)
         shm.of.bump(OF)
 
@@ -65,10 +63,10 @@ def test_a_block_freed_while_it_is_copied_voids_the_copy(shm, monkeypatch):
 
 
 def test_bytes_overwritten_after_a_free_are_a_lost_lease_and_no_bad_copy(shm, monkeypatch):
-    def overwrite_then_copy(source, sink, run, opened):
+    def overwrite_then_copy(*args):
         shm.of.bump(OF)
         shm.of.grid[:] = 0
-        copy_run_digesting(source, sink, run, opened)
+        copy_run(*args)
 
     monkeypatch.setattr(COPY, overwrite_then_copy)
     offer = begun(shm)
@@ -79,10 +77,10 @@ def test_bytes_overwritten_after_a_free_are_a_lost_lease_and_no_bad_copy(shm, mo
 def test_an_abort_is_reported_only_when_the_copy_under_way_is_over(shm, monkeypatch):
     copying, go_on = threading.Event(), threading.Event()
 
-    def slow_copy(source, sink, run, opened):
+    def slow_copy(*args):
         copying.set()
         assert go_on.wait(20)
-        copy_run_digesting(source, sink, run, opened)
+        copy_run(*args)
 
     monkeypatch.setattr(COPY, slow_copy)
     offer = begun(shm)
@@ -109,8 +107,8 @@ def test_a_bug_in_one_copy_ends_that_pull_only(shm, monkeypatch):
 
 
 def test_a_lease_that_ended_before_the_copy_was_used_fails_the_pull(shm, monkeypatch):
-    def copy_slowly(source, sink, run, opened):
-        copy_run_digesting(source, sink, run, opened)
+    def copy_slowly(*args):
+        copy_run(*args)
         shm.clock.now_s += 11
 
     monkeypatch.setattr(COPY, copy_slowly)
@@ -226,10 +224,11 @@ SOURCE = textwrap.dedent("""
     from trtpd.kv_transfer.base import TransferSettings
     from trtpd.kv_transfer.offer import encode
     from trtpd.kv_transfer.pool import SharedPool
+    from trtpd.kv_transfer.ranks import RankPools
     from trtpd.kv_transfer.shm import ShmSource
     pool = SharedPool.create("child", LAYOUT, 16, generation="child")
     fill(pool)
-    source = ShmSource(pool, TransferSettings(instance="prefill_9", generation="child"))
+    source = ShmSource(RankPools([pool]), TransferSettings(instance="prefill_9", generation="child"))
     offer = source.offer((1, 1), prompt_tokens=14, blocks=[3, 4, 9, 1])
     seal = source.seal((1, 1), first_token=5, first_log_prob=-0.5, seed=3)
     print(json.dumps([encode(offer).hex(), encode(seal).hex()]), flush=True)
@@ -255,26 +254,6 @@ def other():
 
 def pool_name(offer):
     return msgspec.msgpack.decode(offer.address, type=ShmAddress).ranks[0].name
-
-
-def test_kv_of_another_process_arrives(shm, other):
-    _, offer, seal = other
-    shm.sink.begin(offer, TO)
-    shm.sink.sealed(seal)
-    assert shm.result().error is None
-    expected = SharedPool.create("expected", LAYOUT, BLOCKS, generation="expected")
-    fill(expected)
-    assert np.array_equal(shm.to.grid[:, TO], expected.grid[:, OF])
-    expected.close()
-
-
-def test_a_source_killed_before_the_seal_fails_the_pull_at_once(shm, other):
-    process, offer, _ = other
-    shm.sink.begin(offer, TO)
-    process.send_signal(signal.SIGKILL)
-    result = shm.result()
-    assert (result.code, result.retryable) == ("peer_gone", False)
-    assert "prefill_9" in (result.error or "")
 
 
 def test_the_memory_of_a_killed_source_is_let_go_without_being_asked(shm, other):

@@ -15,14 +15,27 @@ from trtpd_testing.router_rig import (
     offered,
     only,
     prefill,
+    rejected,
     sealed,
     to_decoding,
     to_sealed,
     tokens,
 )
 
-from trtpd.runtime.core.events import Cancel, Capabilities, Emit, Finish, Pull, Submit, TextStopped, Withdraw
+from trtpd.runtime.core.events import (
+    Cancel,
+    Capabilities,
+    Emit,
+    Finish,
+    InstanceEvent,
+    Pull,
+    Submit,
+    TextStopped,
+    Tick,
+    Withdraw,
+)
 from trtpd.runtime.core.lifecycle import Instant
+from trtpd.runtime.core.policy import Policy
 
 
 def test_a_request_goes_from_prefill_to_decode_and_every_credit_comes_back() -> None:
@@ -90,6 +103,30 @@ def test_a_long_prompt_is_pulled_only_when_little_of_it_is_left() -> None:
     assert (update.offer, update.chunks, update.seal) == (None, (b"chunk2000",), None)
 
 
+def test_the_time_to_pull_may_come_between_two_chunks() -> None:
+    rig = Rig(prefill(prefill_tokens_per_s=1000.0), decode(), policy=Policy(pull_lead_s=0.25))
+    rig.arrive(prompt=2000)
+    rig.step("p0", offered())
+    rig.now_s += 1.0
+    assert rig.step("p0", chunk(500)) == []
+    rig.now_s += 1.25
+    pull = only(rig.tell(Tick()), Pull)
+    assert (pull.offer, pull.chunks, pull.seal) == (b"offer1", (b"chunk500",), None)
+
+
+def test_an_offer_that_finds_no_room_at_its_time_is_pulled_when_there_is_some() -> None:
+    rig = Rig(prefill(prefill_tokens_per_s=1000.0), decode(), policy=Policy(pull_lead_s=0.25, reject_pause_s=0.5))
+    rig.arrive(prompt=2000)
+    rig.step("p0", offered())
+    rig.now_s += 1.75
+    assert only(rig.tell(Tick()), Pull).instance == "d0"
+    assert rig.step("d0", rejected()) == []
+    assert rig.step("p0", chunk(100)) == []
+    assert rig.core.snapshot()["undelivered"] == 1
+    rig.now_s += 0.6
+    assert only(rig.tell(Tick()), Pull).chunks == (b"chunk100",)
+
+
 def test_an_engine_without_chunk_events_is_pulled_at_its_seal() -> None:
     rig = Rig(prefill(capabilities=Capabilities(chunk_events=False)), decode())
     rig.arrive(prompt=10)
@@ -114,9 +151,9 @@ def test_repeated_answers_change_nothing() -> None:
         assert rig.step("p0", answer) == []
     rig.step("p0", sealed())
     assert rig.step("p0", sealed()) == []
-    for answer in (begun(), done(), tokens(1, 3)):
-        rig.step("d0", answer)
-        assert rig.step("d0", answer) == []
+    for later in (begun(), done(), tokens(1, 3)):
+        rig.step("d0", later)
+        assert rig.step("d0", later) == []
 
 
 def test_only_the_new_part_of_overlapping_tokens_goes_out() -> None:
@@ -143,13 +180,14 @@ def test_a_stop_string_ends_the_request_and_stops_decode() -> None:
 def test_the_timeline_says_who_did_what_and_when() -> None:
     rig = Rig(prefill(), decode())
     rig.arrive()
-    for seconds, name, answer in [
+    way: list[tuple[float, str, InstanceEvent]] = [
         (1.0, "p0", offered()),
         (2.0, "p0", sealed()),
         (3.0, "d0", begun()),
         (4.0, "d0", done()),
         (5.0, "d0", tokens(1)),
-    ]:
+    ]
+    for seconds, name, answer in way:
         rig.now_s = 100.0 + seconds
         rig.step(name, answer)
     rig.now_s = 106.0

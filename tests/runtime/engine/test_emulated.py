@@ -116,3 +116,71 @@ def test_damaged_kv_gives_another_token(damage):
     assert executor.run([step]) != before
     executor.close()
     pool.close()
+
+
+def decode_steps(executor: EmulatedExecutor, blocks: tuple[int, ...], start: int, count: int) -> list[int]:
+    at = DrawAt(sampling=Sampling(), index=0)
+    drawn = []
+    for position in range(start, start + count):
+        (draw,) = executor.run([Piece(ids=(position % 7,), start=position, blocks=blocks, draw=at)])
+        assert draw is not None
+        drawn.append(draw.token)
+    return drawn
+
+
+def one_executor(pool: SharedPool) -> EmulatedExecutor:
+    return EmulatedExecutor(pool, COSTS, vocab_size=50_000, sleep=lambda seconds: None)
+
+
+def test_kv_overwritten_behind_a_running_sequence_changes_its_tokens():
+    layout = KVLayout(num_layers=1, kv_heads=1, head_dim=2, tokens_per_block=4, dtype="f32")
+    pool = SharedPool.create("test-overwritten", layout, 16, generation="g")
+    executor, blocks = one_executor(pool), tuple(range(16))
+    executor.run([Piece(ids=prompt(12), start=0, blocks=blocks, draw=None)])
+    decode_steps(executor, blocks, 12, 4)
+    sound = decode_steps(one_executor(pool), blocks, 16, 8)
+    pool.keys[0][1, 0, 0, 0] += np.float32(1)
+    assert decode_steps(executor, blocks, 16, 8) != sound
+    executor.close()
+    pool.close()
+
+
+def test_a_freed_block_given_to_another_sequence_starts_it_anew():
+    layout = KVLayout(num_layers=1, kv_heads=1, head_dim=2, tokens_per_block=4, dtype="f32")
+    pool = SharedPool.create("test-anew", layout, 16, generation="g")
+    executor, blocks = one_executor(pool), tuple(range(8))
+    at = DrawAt(sampling=Sampling(), index=0)
+    executor.run([Piece(ids=prompt(9), start=0, blocks=blocks, draw=at)])
+    pool.bump(blocks)
+    fresh = one_executor(pool)
+    for one in (executor, fresh):
+        one.run([Piece(ids=prompt(9)[::-1], start=0, blocks=blocks, draw=None)])
+    step = [Piece(ids=(3,), start=9, blocks=blocks, draw=at)]
+    assert executor.run(step) == fresh.run(step)
+    for one in (executor, fresh):
+        one.close()
+    pool.close()
+
+
+def test_a_step_reads_as_much_of_a_long_sequence_as_of_a_short_one(monkeypatch):
+    layout = KVLayout(num_layers=1, kv_heads=1, head_dim=2, tokens_per_block=4, dtype="f32")
+    pool = SharedPool.create("test-reads", layout, 128, generation="g")
+    read: list[int] = []
+    whole = EmulatedExecutor._block_digest
+
+    def counting(self: EmulatedExecutor, piece: Piece, index: int, tokens: int) -> int:
+        read.append(tokens)
+        return whole(self, piece, index, tokens)
+
+    monkeypatch.setattr(EmulatedExecutor, "_block_digest", counting)
+    reads = {}
+    for tokens in (8, 400):
+        executor, blocks = one_executor(pool), tuple(range(128))
+        executor.run([Piece(ids=prompt(tokens), start=0, blocks=blocks, draw=None)])
+        decode_steps(executor, blocks, tokens, 1)
+        read.clear()
+        decode_steps(executor, blocks, tokens + 1, 4)
+        reads[tokens] = sum(read)
+        executor.close()
+    assert reads[400] == reads[8]
+    pool.close()

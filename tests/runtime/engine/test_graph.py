@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 from tests.runtime.engine import reference, tiny
 
+from trtpd.build.machine import import_openvino
 from trtpd.build.manifest import Architecture, Precision
 from trtpd.kv_transfer.pool import SharedPool
 from trtpd.runtime.engine.base import Sampling
 from trtpd.runtime.engine.executor import DrawAt, Piece
 from trtpd.runtime.engine.graph import build_llama
 from trtpd.runtime.engine.openvino import OpenVINOExecutor
-from trtpd.runtime.engine.ov import compile_for_cpu, import_openvino
+from trtpd.runtime.engine.ov import compile_for_cpu
 from trtpd.runtime.engine.rope import F32, frequencies
 from trtpd.runtime.engine.weights import Weights
 

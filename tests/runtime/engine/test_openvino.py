@@ -16,8 +16,10 @@ from tests.runtime.engine import tiny
 from tests.runtime.engine.driver import Driver, prompt, request
 
 from trtpd.build.backends.openvino import WEIGHTS_FILE
+from trtpd.build.machine import import_openvino
 from trtpd.errors import EngineError
 from trtpd.runtime.core.events import Rejected
+from trtpd.runtime.engine import openvino as engine_module
 from trtpd.runtime.engine import ov, selftest
 from trtpd.runtime.engine.step_inputs import StepInputs
 
@@ -70,7 +72,7 @@ def test_an_engine_whose_steps_keep_failing_gives_up(directory, monkeypatch):
 
 def test_telemetry_is_not_imported():
     code = (
-        "import sys; from trtpd.runtime.engine.ov import import_openvino; import_openvino();"
+        "import sys; from trtpd.build.machine import import_openvino; import_openvino();"
         "sys.exit('openvino_telemetry.main' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
@@ -90,7 +92,7 @@ def test_a_kv_type_the_cpu_lacks_is_refused(directory):
 
 
 def test_the_self_test_notices_kv_the_cpu_gets_wrong():
-    openvino = ov.import_openvino()
+    openvino = import_openvino()
     shape = {"heads": 4, "kv_heads": 2, "head_dim": 16, "threads": 1}
     selftest.check_paged_attention(openvino, kv_dtype="f32", **shape)
     if "BF16" in ov.cpu_capabilities(openvino):
@@ -157,3 +159,12 @@ def test_narrow_builds_serve(precision, tmp_path):
     engine = tiny.load_openvino(tiny.config(ARCH, precision=precision), tmp_path)
     assert len(Driver(engine).run(request(1, prompt(50)))) == 12
     engine.shutdown()
+
+
+@pytest.mark.parametrize(("allowed", "kept"), [({0}, []), ({0, 1}, []), ({0, 1, 2}, [(0, 1)])])
+def test_an_engine_keeps_to_the_cores_of_its_pool_and_to_fewer_if_its_process_has_fewer(monkeypatch, allowed, kept):
+    calls = []
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(allowed))
+    monkeypatch.setattr("os.sched_setaffinity", lambda pid, cores: calls.append(tuple(cores)))
+    engine_module._keep_to_cores((0, 1))
+    assert calls == kept

@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections import deque
+from typing import Any
 
 import pytest
 
@@ -71,8 +72,10 @@ class Discard:
 
 
 class LeavingSink(CollectSink):
+    gone = False
+
     def left(self) -> bool:
-        return True
+        return self.gone
 
 
 def hello(name: str) -> core.Hello:
@@ -112,7 +115,12 @@ class Bench:
 
     def submit(self, *, sink=None, **changes):
         sink = sink or CollectSink()
-        prepared = {"prompt_ids": PROMPT, "max_tokens": 64, "sampling": Sampling(seed=9), "deadline_s": 60.0}
+        prepared: dict[str, Any] = {
+            "prompt_ids": PROMPT,
+            "max_tokens": 64,
+            "sampling": Sampling(seed=9),
+            "deadline_s": 60.0,
+        }
         self.driver.submit(Prepared(**prepared | changes), sink, stream=True)
         return sink
 
@@ -162,6 +170,14 @@ def test_a_prompt_that_is_to_come_back_stands_before_the_answer(bench):
     assert ended(sink).text == "Say it: x"
 
 
+def test_the_token_that_ends_an_answer_is_not_printed(bench):
+    sink = bench.submit(sampling=Sampling(end_ids=(ord("."),)))
+    _, work = bench.link.expect(SubmitWork)
+    bench.say("a", work, b"done.", finish="stop")
+    outcome = ended(sink)
+    assert (outcome.text, bytes(outcome.ids)) == ("done", b"done.")
+
+
 def test_a_stop_string_ends_the_answer_and_the_work_for_it(bench):
     sink = bench.submit(stops=("END",))
     _, work = bench.link.expect(SubmitWork)
@@ -171,6 +187,15 @@ def test_a_stop_string_ends_the_answer_and_the_work_for_it(bench):
     assert (outcome.text, outcome.end.finish_reason) == ("text ", "stop")
     assert bytes(outcome.ids) == b"text END"
     assert bench.link.expect(CancelWork)[1].request_id == work.request.request_id
+
+
+def test_a_stop_string_in_the_last_token_allowed_ends_the_answer_as_a_stop(bench):
+    sink = bench.submit(stops=("END",), max_tokens=8)
+    _, work = bench.link.expect(SubmitWork)
+    bench.say("a", work, b"text END", finish="length")
+    outcome = ended(sink)
+    assert (outcome.text, outcome.end.finish_reason) == ("text ", "stop")
+    assert '"finish":"stop"' in outcome.end.timeline
 
 
 def test_after_a_loss_the_next_instance_continues_from_what_the_client_has(bench):
@@ -197,7 +222,10 @@ def test_without_an_instance_the_client_is_told_so_for_machines_to_read(bench):
 
 
 def test_a_client_that_leaves_has_its_work_cancelled(bench):
-    sink = bench.submit(sink=LeavingSink())
+    sink = LeavingSink()
+    bench.submit(sink=sink)
+    bench.link.expect(SubmitWork)
+    sink.gone = True
     _, work = bench.link.expect(CancelWork)
     assert work.request_id == 1
     assert ended(sink).end.cancelled

@@ -20,12 +20,14 @@ class RecordingSink:
         self.threads: set[int] = set()
         self.is_left = False
         self.broken = False
+        self.breaks_next = False
 
     def send(self, piece, end):
         self.threads.add(threading.get_ident())
         self.sending.set()
         self.free.wait(5)
-        if self.broken:
+        if self.broken or self.breaks_next:
+            self.breaks_next = False
             raise OSError("sender broke")
         self.pieces.append(piece)
         if end is not None:
@@ -35,6 +37,10 @@ class RecordingSink:
 
     def left(self):
         return self.is_left
+
+
+class WatchedEmitter(Emitter):
+    noticed: threading.Event
 
 
 @pytest.fixture
@@ -50,7 +56,7 @@ def emitter(gone):
         gone.append(request_id)
         noticed.set()
 
-    made = Emitter(on_gone)
+    made = WatchedEmitter(on_gone)
     made.noticed = noticed
     made.start()
     yield made
@@ -125,6 +131,27 @@ def test_a_sender_that_breaks_harms_no_other_stream(emitter, gone):
     assert sound.ended.wait(5)
     assert emitter.noticed.wait(5)
     assert gone == [1]
+
+
+def test_without_streaming_a_failure_comes_alone(emitter):
+    sink = RecordingSink()
+    emitter.open(1, sink, stream=False)
+    emitter.push(1, piece(1))
+    emitter.close(1, End(failure=Failure(status="UNAVAILABLE", message="code=deadline")))
+    assert sink.ended.wait(5)
+    assert [p.ids for p in sink.pieces] == [[]]
+
+
+def test_a_last_response_that_can_not_be_sent_is_replaced_by_an_error(emitter):
+    sink = RecordingSink()
+    emitter.open(1, sink, stream=False)
+    sink.breaks_next = True
+    emitter.push(1, piece(1))
+    emitter.close(1, End(finish_reason="stop"))
+    assert sink.ended.wait(5)
+    assert sink.end is not None
+    assert sink.end.failure is not None
+    assert sink.end.failure.status == "INTERNAL"
 
 
 def test_stopping_ends_every_open_stream_with_the_failure(gone):

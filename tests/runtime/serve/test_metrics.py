@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+import pytest
+
 from trtpd.runtime.core.lifecycle import AttemptRecord, Instant, Timeline
 from trtpd.runtime.serve.metrics import Metrics
 from trtpd.runtime.serve.timeline import report
@@ -40,7 +42,7 @@ def timeline():
 def test_an_ended_request_is_counted_once_in_every_family():
     recorder = Recorder()
     metrics = Metrics(recorder, "m")
-    metrics.ended(timeline(), state="finished", reason="stop")
+    metrics.ended(timeline(), state="finished", reason="stop", ttft_s=None, tpot_s=None)
     metrics.flush()
     metrics.flush()
     assert recorder.sums["trtpd_requests_total", ("reason", "stop"), ("state", "finished")] == 1
@@ -48,6 +50,26 @@ def test_an_ended_request_is_counted_once_in_every_family():
     assert recorder.sums["trtpd_transfer_bytes_total",] == 100
     assert recorder.sums["trtpd_retries_total",] == 1
     assert recorder.observed == {"trtpd_ttft_seconds": [0.5], "trtpd_tpot_seconds": [0.5]}
+    assert not [key for key in recorder.sums if key[0] == "trtpd_requests_judged_total"]
+
+
+@pytest.mark.parametrize(
+    ("state", "ttft_s", "tpot_s", "inside"),
+    [
+        ("finished", 0.6, 0.6, "true"),
+        ("finished", 0.4, None, "false"),
+        ("finished", None, 0.4, "false"),
+        ("finished", 0.6, None, "true"),
+        ("failed", 0.6, 0.6, "false"),
+    ],
+)
+def test_goodput_counts_finished_requests_inside_all_their_targets(state, ttft_s, tpot_s, inside):
+    recorder = Recorder()
+    metrics = Metrics(recorder, "m")
+    metrics.ended(timeline(), state=state, reason="stop", ttft_s=ttft_s, tpot_s=tpot_s)
+    metrics.flush()
+    judged = {key: value for key, value in recorder.sums.items() if key[0] == "trtpd_requests_judged_total"}
+    assert judged == {("trtpd_requests_judged_total", ("inside", inside)): 1}
 
 
 def test_a_gauge_goes_out_only_when_it_changed():

@@ -90,7 +90,7 @@ def test_end_id_replaces_the_models_own_and_minus_one_means_none():
         ({"end_id": 100}, "end_id is 100"),
         ({"deadline_ms": 0.0}, "deadline_ms is 0"),
         ({"ttft_ms": float("inf")}, "ttft_ms is inf"),
-        ({"priority": 1000}, "priority is 1000"),
+        ({"priority": 1}, "priority is not supported yet"),
         ({"messages": "[]"}, "text_input and messages"),
         ({"temperature": np.array([0.1, 0.2])}, "temperature holds 2 values"),
     ],

@@ -3,6 +3,8 @@ from __future__ import annotations
 import stat
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -16,8 +18,10 @@ def places(tmp_path, monkeypatch):
     shm = tmp_path / "shm"
     shm.mkdir()
     monkeypatch.setattr(rundir, "SHM_DIR", shm)
-    monkeypatch.setattr(rundir.tempfile, "tempdir", str(tmp_path))
-    return tmp_path
+    with tempfile.TemporaryDirectory(prefix="t.", dir="/tmp") as short:
+        monkeypatch.setattr(rundir, "SHORT_TMP", Path(short))
+        monkeypatch.setattr(tempfile, "tempdir", short)
+        yield tmp_path
 
 
 @pytest.fixture
@@ -37,9 +41,17 @@ def test_a_run_directory_is_private_and_short_enough_for_sockets(places):
     assert not path.exists()
 
 
+def test_what_was_made_elsewhere_for_want_of_a_short_name_is_swept_too(places, ended, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(places / ("long" * 20)))
+    mine = rundir.make_run_dir()
+    stale = mine.parent / f"trtpd-run.{ended.pid}.{ended.start_ticks}.abc"
+    stale.mkdir()
+    assert rundir.sweep_leftovers() == [stale.name]
+
+
 def test_only_what_a_launcher_left_that_is_gone_is_swept(places, ended):
     mine = rundir.make_run_dir()
-    stale = places / f"trtpd-run.{ended.pid}.{ended.start_ticks}.abc"
+    stale = mine.parent / f"trtpd-run.{ended.pid}.{ended.start_ticks}.abc"
     (stale / "logs").mkdir(parents=True)
     stale_region = places / "shm" / f"trtpd-triton.{ended.pid}.{ended.start_ticks}.uuid"
     my_region = places / "shm" / f"{rundir.region_prefix()}uuid"

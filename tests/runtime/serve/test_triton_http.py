@@ -12,7 +12,14 @@ from trtpd.errors import ServeError
 from trtpd.runtime.serve.triton_http import TritonControl
 
 
+class FakeTriton(ThreadingHTTPServer):
+    states: list[str]
+    load_error: str
+
+
 class Handler(BaseHTTPRequestHandler):
+    server: FakeTriton
+
     def do_GET(self):
         self._reply(200, {})
 
@@ -39,7 +46,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server():
-    made = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    made = FakeTriton(("127.0.0.1", 0), Handler)
     made.states, made.load_error = ["READY"], ""
     thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()

@@ -31,7 +31,7 @@ class ScriptCommand(WorkerCommand):
 
 @pytest.fixture
 def keep(tmp_path):
-    made = deque()
+    made: deque[WorkerProcess] = deque()
     (tmp_path / "logs").mkdir()
 
     def start(script):

@@ -14,6 +14,7 @@ from trtpd_testing.emulated_build import write_build
 from trtpd_testing.mini_router import MiniRouter, make_request
 
 from trtpd.errors import RequestError, SaturatedError
+from trtpd.kv_transfer.factory import TRANSPORTS
 from trtpd.kv_transfer.offer import decode_offer, encode
 from trtpd.runtime.core import events as core
 from trtpd.runtime.engine.base import RequestKind, Sampling
@@ -29,10 +30,10 @@ KV_BLOCKS = 192
 class Pair:
     """prefill_0 and decode_0 in threads of this process, and one router at a time."""
 
-    def __init__(self, **costs: float) -> None:
+    def __init__(self, *, path: str = "auto", **costs: float) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="tw-"))
         self.address = f"ipc://{self.folder}/router"
-        build = write_build(self.folder / "build", "prefill", "decode", kv_blocks=KV_BLOCKS, **costs)
+        build = write_build(self.folder / "build", "prefill", "decode", kv_blocks=KV_BLOCKS, path=path, **costs)
         self.workers: dict[str, Worker] = {}
         self.threads: list[threading.Thread] = []
         with ExitStack() as undo:
@@ -108,7 +109,19 @@ def test_a_moved_request_gets_the_tokens_of_one_engine_alone(pair, sampling):
     (moved,) = pair.router.of(KEY, core.TransferDone)
     assert moved.bytes_moved >= len(PROMPT) * 2 * 2 * 2 * 8 * 4
     assert moved.path == "shm"
-    pair.router.until(pair.settled)
+
+
+@pytest.mark.parametrize("path", [name for name in TRANSPORTS if name != "shm"])
+def test_so_it_does_over_any_transport_the_pipeline_file_asks_for(path):
+    pair = Pair(path=path)
+    try:
+        pair.router.start(make_request(1, PROMPT))
+        pair.router.until(lambda: pair.router.finished(KEY))
+        assert pair.router.answer(KEY) == whole(pair, 2)
+        assert [moved.path for moved in pair.router.of(KEY, core.TransferDone)] == [path]
+        pair.router.until(pair.settled)
+    finally:
+        pair.stop()
 
 
 def test_many_requests_at_once_all_get_their_own_tokens(pair):

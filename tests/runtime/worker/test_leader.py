@@ -262,6 +262,13 @@ def test_a_pull_the_sink_refuses_fails_and_holds_nothing(bench, error):
     assert bench.at_zero
 
 
+def test_a_sink_that_broke_down_leaks_no_blocks(bench):
+    bench.sink.refusal = InternalError("this sink is closed")
+    (rejected,) = bench.command(pull())
+    assert rejected.code == "internal"
+    assert bench.at_zero
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -55,8 +55,10 @@ def engine_config(role: RoleName, *, kv_blocks: int = 64, **costs: float) -> Eng
     )
 
 
-def write_build(folder: Path, *roles: RoleName, kv_blocks: int = 64, lease_s: float = 5.0, **costs: float) -> Path:
-    """A build with one instance per role, named ROLE_0."""
+def write_build(
+    folder: Path, *roles: RoleName, kv_blocks: int = 64, lease_s: float = 5.0, path: str = "auto", **costs: float
+) -> Path:
+    """A build with one instance per role, named ROLE_0, whose KV moves by `path`."""
     entries: dict[str, RoleEntry] = {}
     for role in roles:
         config = engine_config(role, kv_blocks=kv_blocks, **costs)
@@ -76,7 +78,7 @@ def write_build(folder: Path, *roles: RoleName, kv_blocks: int = 64, lease_s: fl
         model="toy",
         pair_fingerprint="toy",
         roles=entries,
-        settings={"transfer": {"lease_s": lease_s, "digests": True, "one_piece_tokens": 8}},
+        settings={"transfer": {"lease_s": lease_s, "digests": True, "one_piece_tokens": 8, "path": path}},
     )
     write_json(folder / "manifest.json", manifest)
     return folder

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import tritonclient.grpc as triton
+from tritonclient.utils import InferenceServerException
 
 TRTPD = [sys.executable, "-P", "-m", "trtpd.cli"]
 READY_S = 120.0
@@ -28,9 +30,11 @@ def trtpd(*args: str | Path, timeout_s: float = 300.0) -> subprocess.CompletedPr
     return subprocess.run([*TRTPD, *map(str, args)], capture_output=True, text=True, timeout=timeout_s, check=False)
 
 
-def shm_entries() -> set[str]:
-    """What lies in /dev/shm now."""
-    return set(os.listdir("/dev/shm"))
+def orphans_in_shm() -> set[str]:
+    """Our entries in /dev/shm (`trtpd-NAME.PID.START...`) whose process is gone: nobody will unlink them."""
+    ours = re.compile(r"trtpd-(?:(?:prefill|decode|mixed)_\d+|triton)\.(\d+)\.\d+\.")
+    entries = [ours.match(name) for name in os.listdir("/dev/shm")]
+    return {entry.string for entry in entries if entry and not psutil.pid_exists(int(entry[1]))}
 
 
 @dataclass
@@ -101,8 +105,8 @@ class Server:
         code = self.process.wait(timeout=timeout_s)
         _, alive = psutil.wait_procs(tree, timeout=3)
         assert not alive, f"left behind: {[(p.pid, p.cmdline()) for p in alive]}"
-        left = shm_entries() - self.shm_before
-        assert not {name for name in left if "trtpd" in name}, f"/dev/shm still holds {left}"
+        left = orphans_in_shm() - self.shm_before
+        assert not left, f"/dev/shm still holds {left}"
         assert not self.run_dir.exists(), f"{self.run_dir} is still there"
         return code
 
@@ -110,7 +114,7 @@ class Server:
 @contextmanager
 def serving(build: Path, log: Path) -> Iterator[Server]:
     """A server on free ports, stopped with SIGINT at the end unless the test stopped it."""
-    before = shm_entries()
+    before = orphans_in_shm()
     with log.open("w") as errors:
         process = subprocess.Popen(
             [*TRTPD, "serve", str(build), "--http", "0", "--grpc", "0", "--metrics", "0", "--json"],
@@ -180,7 +184,7 @@ def ask(
     responses: queue.Queue[tuple[object, Exception | None]] = queue.Queue()
     client = triton.InferenceServerClient(server.grpc)
     answer = Answer()
-    left = False
+    ended = False
     try:
         client.start_stream(callback=lambda result, error: responses.put((result, error)))
         client.async_stream_infer(
@@ -196,14 +200,17 @@ def ask(
                 return answer
             _add(answer, result)
             if result.get_response().parameters["triton_final_response"].bool_param:  # type: ignore[attr-defined]
+                ended = True
                 return answer
             if on_tokens:
                 on_tokens(len(answer.ids))
             if leave_after is not None and len(answer.ids) >= leave_after:
-                left = True
                 return answer
+    except InferenceServerException as error:
+        answer.error = str(error)
+        return answer
     finally:
-        client.stop_stream(cancel_requests=left)
+        client.stop_stream(cancel_requests=not ended)
         client.close()
 
 
@@ -221,3 +228,18 @@ def _add(answer: Answer, result: object) -> None:
         answer.finish_reason = reasons[0]
     if timelines := [value for value in read("timeline") if value]:
         answer.timeline = json.loads(timelines[0])
+
+
+def nothing_is_held(server: Server) -> None:
+    """KV blocks, leases and requests in flight are all 0, on both sides and in the router."""
+
+    def empty(status: dict) -> bool:
+        instances = status["instances"].values()
+        return (
+            status["requests_in_flight"] == 0
+            and all(i["kv_blocks_free"] == i["kv_blocks"] for i in instances)
+            and all(i["kv_blocks_held"] == 0 and i["running"] == 0 and i["waiting"] == 0 for i in instances)
+            and all(i["requests"] == 0 for i in instances)
+        )
+
+    server.until(empty, timeout_s=30)

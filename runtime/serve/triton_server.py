@@ -1,0 +1,122 @@
+"""The tritonserver process: its command line, its start and its end."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from trtpd.errors import ServeError
+from trtpd.runtime.serve import rundir
+from trtpd.runtime.serve.preflight import Ports
+from trtpd.runtime.serve.processes import descendants, die_with_parent, kill_all
+from trtpd.runtime.serve.server_package import ServerPackage
+from trtpd.runtime.serve.triton_http import KEY_HEADER
+
+EXIT_TIMEOUT_S = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerPlan:
+    """All a server is started with. `models`: how many it will load; the backend is linked into `run_dir` already.
+
+    `control_key` has to come with every call that changes the server (a load may bring the model's code along): who
+    may ask for answers may not do that. It stands in the server's command line, so it keeps out the network and not
+    other users of this host.
+    """
+
+    package: ServerPackage
+    host: str
+    ports: Ports
+    models: int
+    repository: Path
+    run_dir: Path
+    environment: Mapping[str, str]
+    control_key: str
+    load_timeout_s: float
+    verbose: bool = False
+
+
+class TritonServer:
+    """One process and all below it. It ends with the thread that calls `start`."""
+
+    def __init__(self, plan: ServerPlan) -> None:
+        self._plan = plan
+        self._log = plan.run_dir / "logs" / "tritonserver.log"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Returns at once. The models are not loaded."""
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command(),
+                env=self._plan.environment,
+                cwd=self._plan.run_dir,  # stubs put their working directory on sys.path
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C at a terminal is for the launcher alone
+                preexec_fn=die_with_parent,
+            )
+
+    def check(self) -> None:
+        """Raises ServeError with the log's last lines if it is gone."""
+        code = self._process.poll() if self._process is not None else None
+        if code is not None:
+            raise ServeError(f"tritonserver ended with code {code}; its last lines:\n{self.last_lines()}")
+
+    def last_lines(self) -> str:
+        return rundir.tail(self._log)
+
+    def terminate(self) -> None:
+        """Asks it to end and waits a while."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(EXIT_TIMEOUT_S + 10)
+
+    def kill(self) -> None:
+        """Ends it and every process below it at once. Idempotent."""
+        if self._process is None:
+            return
+        below = descendants(self._process.pid)
+        if self._process.poll() is None:
+            self._process.kill()
+        kill_all(below)
+        self._process.wait()
+
+    def _command(self) -> list[str]:
+        plan = self._plan
+        host, ports = plan.host, plan.ports
+        python = {
+            "shm-default-byte-size": 4 << 20,
+            "shm-region-prefix-name": rundir.region_prefix(),
+            "stub-timeout-seconds": int(plan.load_timeout_s),
+        }
+        control = f"model-repository,trace,logging:{KEY_HEADER}={plan.control_key}"
+        return [
+            str(plan.package.binary),
+            f"--model-repository={plan.repository}",
+            f"--backend-directory={plan.run_dir / 'backends'}",
+            f"--cache-directory={plan.package.caches}",
+            "--model-control-mode=explicit",
+            "--disable-auto-complete-config",
+            f"--model-load-thread-count={max(4, plan.models)}",
+            f"--http-thread-count={max(8, 2 * plan.models)}",
+            *(f"--{front}-address={host}" for front in ("http", "grpc", "metrics")),
+            f"--http-port={ports.http}",
+            f"--grpc-port={ports.grpc}",
+            f"--metrics-port={ports.metrics}",
+            f"--http-restricted-api={control}",
+            f"--grpc-restricted-protocol={control}",
+            "--allow-gpu-metrics=false",
+            "--allow-cpu-metrics=false",
+            "--pinned-memory-pool-byte-size=0",
+            f"--exit-timeout-secs={EXIT_TIMEOUT_S}",
+            f"--log-verbose={int(plan.verbose)}",
+            "--exit-on-error=false",
+            "--strict-readiness=true",
+            *(f"--backend-config=python,{key}={value}" for key, value in python.items()),
+        ]

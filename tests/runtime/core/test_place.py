@@ -1,0 +1,174 @@
+"""Where requests go, and who waits for whom when they don't fit."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from trtpd_testing.router_rig import (
+    Rig,
+    begun,
+    decode,
+    done,
+    mixed,
+    offered,
+    only,
+    prefill,
+    sealed,
+    to_decoding,
+    tokens,
+)
+
+from trtpd.errors import InputError
+from trtpd.perf.simulated_worker import WorkerSpec
+from trtpd.runtime.core import place
+from trtpd.runtime.core.cluster import Cluster, Hold
+from trtpd.runtime.core.events import Arrived, Load, Pull, Submit
+from trtpd.runtime.core.policy import Policy
+from trtpd.runtime.core.requests import Request
+from trtpd.runtime.core.score import Weights
+
+
+def test_load_counts_when_it_is_sent_and_not_when_it_is_reported() -> None:
+    rig = Rig(*(prefill(f"p{number}") for number in range(4)), decode())
+    used = [only(rig.arrive(request_id), Submit).instance for request_id in range(1, 5)]
+    assert sorted(used) == ["p0", "p1", "p2", "p3"]
+
+
+def test_a_short_queue_on_a_slow_instance_loses_to_a_longer_one_on_a_fast_one() -> None:
+    rig = Rig(prefill("p0", prefill_tokens_per_s=100.0), prefill("p1", prefill_tokens_per_s=1000.0), decode())
+    assert [only(rig.arrive(n, prompt=50), Submit).instance for n in range(1, 4)] == ["p1", "p1", "p1"]
+
+
+def test_decode_goes_where_less_kv_is_promised() -> None:
+    rig = Rig(prefill(), decode("d0", kv_blocks=64), decode("d1", kv_blocks=640))
+    rig.arrive()
+    assert only(rig.step("p0", offered()), Pull).instance == "d1"
+
+
+def test_decode_is_not_filled_beyond_the_peak_of_what_was_placed_there() -> None:
+    rig = Rig(prefill(), decode(kv_blocks=10, tokens_per_block=16))
+    to_decoding(rig, 1, prompt=16, out=80)
+    assert rig.arrive(2, prompt=16, out=80) == []
+    assert only(rig.arrive(3, prompt=16, out=48), Submit).request_id == 3
+
+
+def test_kv_used_by_others_is_not_promised() -> None:
+    rig = Rig(mixed(kv_blocks=10, tokens_per_block=16))
+    rig.step("m0", free=4)
+    assert rig.arrive(1, prompt=64, out=16) == []
+    assert only(rig.step("m0", free=5), Submit).request_id == 1
+
+
+def test_builds_are_never_paired_across() -> None:
+    rig = Rig(prefill(fingerprint="a"), decode(fingerprint="b"))
+    submit = only(rig.arrive(), Submit)
+    assert submit.kind == "context_and_generation"
+
+
+def test_a_pair_and_a_mixed_instance_compete_by_score() -> None:
+    rig = Rig(prefill(prefill_tokens_per_s=100.0), decode(), mixed(prefill_tokens_per_s=1000.0))
+    assert only(rig.arrive(1), Submit).instance == "m0"
+    rig = Rig(prefill(prefill_tokens_per_s=1000.0), decode(), mixed(prefill_tokens_per_s=100.0))
+    assert only(rig.arrive(1), Submit).instance == "p0"
+
+
+def test_ties_are_drawn_from_the_seed() -> None:
+    def draw(seed: int) -> list[str]:
+        rig = Rig(*(mixed(f"m{number}") for number in range(5)), seed=seed)
+        return [only(rig.arrive(n), Submit).instance for n in range(1, 6)]
+
+    assert draw(1) == draw(1)
+    assert len({tuple(draw(seed)) for seed in range(5)}) > 1
+
+
+def test_requests_are_served_in_the_order_they_came() -> None:
+    rig = Rig(mixed(kv_blocks=4))
+    for request_id in (1, 2, 3):
+        rig.arrive(request_id)
+    assert only(rig.step("m0", tokens(0, 10, finish="length")), Submit).request_id == 2
+
+
+def test_a_small_request_may_overtake_a_large_one_but_not_for_ever() -> None:
+    rig = Rig(mixed(kv_blocks=10, tokens_per_block=16), policy=Policy(overtake_s=1.0))
+    rig.arrive(1, prompt=64, out=16)
+    rig.arrive(2, prompt=120, out=30)
+    assert only(rig.arrive(3, prompt=8, out=8), Submit).request_id == 3
+    rig.now_s += 1.5
+    assert rig.arrive(4, prompt=8, out=8) == []
+    said = rig.step("m0", tokens(0, 8, request_id=3, finish="length"))
+    assert not any(isinstance(command, Submit) for command in said)
+    said = rig.step("m0", tokens(0, 16, request_id=1, finish="length"))
+    assert only(said, Submit).request_id == 2
+
+
+def test_an_offer_that_waits_takes_room_before_any_new_request() -> None:
+    rig = Rig(prefill(), decode("d0", kv_blocks=4), decode("d1", kv_blocks=4))
+    rig.arrive(1)
+    first = only(rig.step("p0", offered(1)), Pull).instance
+    other = {"d0": "d1", "d1": "d0"}[first]
+    rig.arrive(2)
+    assert only(rig.step("p0", offered(2)), Pull).instance == other
+    rig.arrive(3)
+    assert rig.step("p0", sealed(1)) != []
+    assert rig.lost(first) == []
+    rig.step("p0", sealed(2))
+    rig.step(other, begun(2), done(2))
+    pull = rig.step(other, tokens(1, 9, request_id=2, finish="length"))[-1]
+    assert isinstance(pull, Pull)
+    assert (pull.request_id, pull.instance) == (1, other)
+
+
+@pytest.mark.parametrize("name", ["ttft_s", "kv_s", "batch_s", "fallback_s"])
+def test_a_negative_weight_is_refused(name: str) -> None:
+    with pytest.raises(InputError, match=name):
+        Weights(**{name: -0.1})
+
+
+@pytest.mark.parametrize(("name", "value"), [("queue_limit", 0), ("retry_budget", -1), ("quarantine_s", 0.0)])
+def test_a_policy_that_makes_no_sense_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(InputError, match=name):
+        Policy(**{name: value})
+
+
+instances = st.lists(
+    st.builds(
+        WorkerSpec,
+        name=st.uuids().map(str),
+        role=st.sampled_from(["prefill", "decode", "mixed"]),
+        kv_blocks=st.integers(1, 40),
+        max_seq_tokens=st.integers(16, 400),
+        max_batch=st.integers(1, 4),
+        tokens_per_block=st.sampled_from([8, 16]),
+        fingerprint=st.sampled_from(["a", "b"]),
+    ),
+    max_size=8,
+)
+
+
+@given(specs=instances, data=st.data(), prompt=st.integers(1, 200), out=st.integers(1, 100))
+def test_every_choice_is_feasible(specs: list[WorkerSpec], data: st.DataObject, prompt: int, out: int) -> None:
+    cluster = Cluster()
+    for number, spec in enumerate(specs):
+        instance = cluster.register(spec.hello("1"))
+        blocks = data.draw(st.integers(0, spec.kv_blocks))
+        cluster.reserve(instance, Hold(instance=spec.name, request_id=number, attempt=1, side="local", blocks=blocks))
+        cluster.report(instance, Load(kv_blocks_free=data.draw(st.integers(0, spec.kv_blocks))))
+        instance.draining = data.draw(st.booleans())
+    request = Request(Arrived(request_id=99, prompt_tokens=prompt, max_tokens=out, deadline_s=9.0), "m", 0.0)
+    choice = place.choose(request, cluster, weights=Weights(), placed_per_batch=2.0, now_s=0.0, rng=random.Random(0))
+    if not isinstance(choice, place.Choice):
+        return
+    source, sink = choice.prefill, choice.decode
+    whole = source if sink is None else sink
+    assert whole.committed_blocks + whole.blocks_for(prompt + out) <= whole.hello.kv_blocks
+    assert prompt + out <= whole.hello.max_seq_tokens
+    assert source.has_room(source.blocks_for(prompt))
+    assert source.usable(0.0)
+    assert whole.usable(0.0)
+    if sink is not None:
+        assert (source.hello.role, sink.hello.role) == ("prefill", "decode")
+        assert source.group_key == sink.group_key
