@@ -171,7 +171,7 @@ class EmulatedPart:
         self._write(step.pieces)
         digests = self._read_all(step)
         self._sleep(max(0.0, self._costs.step_s(step.pieces) - (self._clock() - began_s)))
-        return np.array(digests, np.uint64).reshape(-1, 1)
+        return np.array(digests or [0], np.uint64).reshape(-1, 1)
 
     def close(self) -> None:
         """See Part. A step that sleeps in another thread ends."""

@@ -27,8 +27,8 @@ class Part(Protocol):
     """What one rank computes of every step."""
 
     def compute(self, step: Step) -> Array:
-        """Computes the step and writes its KV: `[rows, width]`, a row for each piece that draws, in order, and at
-        most one more; as many on every rank. Raises EngineError if it can't."""
+        """Computes the step and writes its KV: `[rows, width]`, a row for each piece that draws, in order, or one row
+        that nobody asked for: gathering it shows that this rank is through. Raises EngineError if it can't."""
 
     def close(self) -> None:
         """Lets go of the KV pool's memory and everything else. Idempotent."""

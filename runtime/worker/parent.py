@@ -15,13 +15,13 @@ PR_SET_PDEATHSIG = 1
 HARD_STOP_S = 20.0
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """Has the kernel send SIGTERM to this process when the thread that started it ends.
+def die_with_parent(parent_pid: int, signum: int = signal.SIGTERM) -> None:
+    """Has the kernel send `signum` to this process when the thread that started it ends.
 
     Raises ServeError if the parent is gone already or the kernel refuses.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
+    if libc.prctl(PR_SET_PDEATHSIG, signum, 0, 0, 0) != 0:
         raise ServeError(f"prctl(PR_SET_PDEATHSIG) failed: {os.strerror(ctypes.get_errno())}")
     if os.getppid() != parent_pid:
         raise ServeError("the process that started this worker has ended")
