@@ -1,0 +1,42 @@
+"""Engines of several ranks, in real MPI groups."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+from tests.runtime.engine import tiny
+from trtpd_testing.groups import run_in_group
+
+CONFORMANCE = Path(__file__).with_name("group_conformance.py")
+
+
+def engine_directories(folder: Path, engine: str, kv_heads: int, tp: int) -> Path:
+    arch = replace(tiny.architecture(), num_attention_heads=2 * kv_heads, num_key_value_heads=kv_heads)
+    for size in (1, tp):
+        settings = replace(
+            tiny.config(arch, engine=engine, tp=size), emulated={"prefill_tokens_per_s": 1e9, "decode_step_ms": 0.0}
+        )
+        directory = folder / str(size)
+        directory.mkdir()
+        (directory / "config.json").write_bytes(msgspec.json.encode(settings))
+        if engine == "openvino":
+            tiny.save_ranks(directory, tiny.stored(tiny.weights(arch), "f32"), settings)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("engine", "kv_heads", "tp"),
+    [("openvino", 3, 2), ("openvino", 2, 3), ("emulated", 3, 2), ("emulated", 2, 3)],
+    ids=["openvino, 3 KV heads on 2 ranks", "openvino, 2 on 3", "emulated, 3 on 2", "emulated, 2 on 3"],
+)
+def test_an_engine_of_several_ranks_keeps_to_the_seam(engine, kv_heads, tp, tmp_path):
+    before = set(os.listdir("/dev/shm"))
+    folder = engine_directories(tmp_path, engine, kv_heads, tp)
+    code, said = run_in_group(CONFORMANCE, f"trtpd.runtime.engine.{engine}", folder, tp=tp, timeout_s=300)
+    assert code == 0, said
+    assert " passed" in said
+    assert not {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("trtpd-group-")}
