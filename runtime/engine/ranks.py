@@ -7,11 +7,15 @@ can't go on ends the group: nobody computes with a part of the ranks.
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections.abc import Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
+
+from trtpd.errors import InternalError
 
 I32 = npt.NDArray[np.int32]
 Array = npt.NDArray[Any]
@@ -75,3 +79,72 @@ class Ranks(Protocol):
 
     def abort(self, reason: str) -> NoReturn:
         """Ends all processes of the group at once. From any thread."""
+
+
+class _Shared:
+    """What the threads of a LocalRanks group share."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size)
+        self.slots: list[Any] = [None] * size
+        self.steps: list[queue.SimpleQueue[I32]] = [queue.SimpleQueue() for _ in range(size)]
+
+
+class LocalRanks:
+    """Ranks as threads of one process, without MPI: for tests, and to look at what parts compute. An abort breaks the
+    waits of all ranks with BrokenBarrierError."""
+
+    def __init__(self, rank: int, shared: _Shared) -> None:
+        """Use `make`."""
+        self.rank = rank
+        self.size = len(shared.slots)
+        self._shared = shared
+
+    @classmethod
+    def make(cls, size: int) -> list[Self]:
+        """All ranks of a new group."""
+        shared = _Shared(size)
+        return [cls(rank, shared) for rank in range(size)]
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        """See Ranks."""
+        return self._share(message)
+
+    def tell(self, step: I32, *, tokens: int) -> None:
+        """See Ranks."""
+        for steps in self._shared.steps[1:]:
+            steps.put(step.copy())
+
+    def told(self, step: I32) -> int | None:
+        """See Ranks."""
+        told = self._shared.steps[self.rank].get()
+        step[: len(told)] = told
+        return len(told) or None
+
+    def sum(self, part: Array, into: Array) -> None:
+        """See Ranks."""
+        parts = self._share(part.copy())
+        into[...] = parts[0]
+        for other in parts[1:]:
+            into += other
+
+    def gather(self, part: Array, widths: Sequence[int]) -> list[Array] | None:
+        """See Ranks."""
+        parts: list[Array] = self._share(part.copy())
+        return parts if self.rank == 0 else None
+
+    def dismiss(self) -> None:
+        """See Ranks."""
+        self.tell(np.zeros(0, np.int32), tokens=0)
+
+    def abort(self, reason: str) -> NoReturn:
+        """See Ranks."""
+        self._shared.barrier.abort()
+        raise InternalError(f"rank {self.rank} ends its group: {reason}")
+
+    def _share(self, mine: Any) -> list[Any]:
+        self._shared.slots[self.rank] = mine
+        self._shared.barrier.wait()
+        everyone = list(self._shared.slots)
+        self._shared.barrier.wait()
+        return everyone

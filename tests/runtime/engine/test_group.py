@@ -28,15 +28,26 @@ def engine_directories(folder: Path, engine: str, kv_heads: int, tp: int) -> Pat
     return folder
 
 
+QUICK = "answers_as or handing or random_traffic or shutdown or pool_of_the_same"
+"""Enough to see that MPI does for the ranks what threads do for those of test_conformance.py."""
+
+
 @pytest.mark.parametrize(
-    ("engine", "kv_heads", "tp"),
-    [("openvino", 3, 2), ("openvino", 2, 3), ("emulated", 3, 2), ("emulated", 2, 3)],
-    ids=["openvino, 3 KV heads on 2 ranks", "openvino, 2 on 3", "emulated, 3 on 2", "emulated, 2 on 3"],
+    ("engine", "kv_heads", "tp", "only"),
+    [
+        pytest.param("openvino", 3, 2, QUICK, id="openvino, 3 KV heads on 2 ranks, quick"),
+        pytest.param("emulated", 2, 3, QUICK, id="emulated, 2 on 3, quick"),
+        pytest.param("openvino", 3, 2, "", marks=pytest.mark.slow, id="openvino, 3 KV heads on 2 ranks"),
+        pytest.param("openvino", 2, 3, "", marks=pytest.mark.slow, id="openvino, 2 on 3"),
+        pytest.param("emulated", 3, 2, "", marks=pytest.mark.slow, id="emulated, 3 on 2"),
+        pytest.param("emulated", 2, 3, "", marks=pytest.mark.slow, id="emulated, 2 on 3"),
+    ],
 )
-def test_an_engine_of_several_ranks_keeps_to_the_seam(engine, kv_heads, tp, tmp_path):
+def test_an_engine_of_several_ranks_keeps_to_the_seam(engine, kv_heads, tp, only, tmp_path):
     before = set(os.listdir("/dev/shm"))
     folder = engine_directories(tmp_path, engine, kv_heads, tp)
-    code, said = run_in_group(CONFORMANCE, f"trtpd.runtime.engine.{engine}", folder, tp=tp, timeout_s=300)
+    module = f"trtpd.runtime.engine.{engine}"
+    code, said = run_in_group(CONFORMANCE, module, folder, tp=tp, only=only, timeout_s=300)
     assert code == 0, said
     assert " passed" in said
     assert not {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("trtpd-group-")}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import threading
 from itertools import count
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from trtpd.build.manifest import Architecture, EngineConfig, Precision, RoleProf
 from trtpd.build.sharding import shard_of
 from trtpd.kv_transfer.layout import KVDtype, KVLayout
 from trtpd.runtime.engine import emulated, openvino
+from trtpd.runtime.engine.ranks import LocalRanks
 from trtpd.runtime.engine.shell import ScheduledEngine
 
 F32 = npt.NDArray[np.float32]
@@ -175,3 +178,19 @@ def load_emulated(settings: EngineConfig) -> ScheduledEngine:
         sleep=lambda seconds: None,
         clock=lambda: 0.0,
     )
+
+
+def load_local(settings: EngineConfig, directory: Path) -> ScheduledEngine:
+    """The engine of `settings.tp` ranks, each a thread of this process; they end with it."""
+    module = {"openvino": openvino, "emulated": emulated}[settings.engine]
+    ranks = LocalRanks.make(settings.tp)
+    name = f"test-{next(_names)}"
+
+    def follow(rank: LocalRanks) -> None:
+        follower = module.join(settings, directory, pool_name=f"{name}.{rank.rank}", generation="g", ranks=rank)
+        with contextlib.closing(follower), contextlib.suppress(threading.BrokenBarrierError):  # after an abort
+            follower.run()
+
+    for rank in ranks[1:]:
+        threading.Thread(target=follow, args=(rank,), daemon=True).start()
+    return module.load(settings, directory, pool_name=name, generation="g", ranks=ranks[0])

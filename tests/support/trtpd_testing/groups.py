@@ -84,14 +84,16 @@ class Groups:
             raise
 
 
-def run_in_group(tests: Path, module: str, folder: Path, *, tp: int, timeout_s: float) -> tuple[int, str]:
-    """The exit status of pytest, and what it said."""
+def run_in_group(
+    tests: Path, module: str, folder: Path, *, tp: int, only: str = "", timeout_s: float
+) -> tuple[int, str]:
+    """The exit status of pytest, and what it said. `only` as pytest's -k."""
     with_support = os.pathsep.join(filter(None, (str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH"))))
     environment = group_environment({**os.environ, "PYTHONPATH": with_support}, folder)
     command = group_command(
         find_mpi(sys.executable, environment),
         sys.executable,
-        ["-m", "trtpd_testing.groups", module, str(folder), str(tests)],
+        ["-m", "trtpd_testing.groups", module, str(folder), str(tests), only],
         ranks=tp,
         folder=folder,
         environment=environment,
@@ -102,7 +104,7 @@ def run_in_group(tests: Path, module: str, folder: Path, *, tp: int, timeout_s: 
     return done.returncode, done.stdout + done.stderr
 
 
-def main(module: str, folder: str, tests: str) -> int:
+def main(module: str, folder: str, tests: str, only: str) -> int:
     import pytest
     from mpi4py import MPI
 
@@ -117,7 +119,7 @@ def main(module: str, folder: str, tests: str) -> int:
         def groups(cls) -> Groups:
             return groups
 
-    options = ["-q", "--color=no", "--tb=short", "--no-header", "-p", "no:cacheprovider"]
+    options = ["-q", "--color=no", "--tb=short", "--no-header", "-p", "no:cacheprovider", "-k", only]
     code = pytest.main([*options, tests], plugins=[Plugin()])
     groups.control.dismiss()
     return int(code)
