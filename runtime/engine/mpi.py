@@ -7,11 +7,10 @@ collectives, which spin.
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
-import signal
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from types import ModuleType
@@ -127,13 +126,12 @@ class MpiRanks:
             self._finish_sends()
 
     def abort(self, reason: str) -> NoReturn:
-        """See Ranks. Should MPI not manage, this process kills itself, which ends the group as well."""
+        """See Ranks. Should MPI not manage, this process exits, which ends the group as well: by faulthandler, whose
+        timer does without the interpreter's lock, which MPI_Abort may hold."""
         log.error("rank %d ends its group: %s", self.rank, reason)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        killer = threading.Timer(ABORT_S, os.kill, (os.getpid(), signal.SIGKILL))
-        killer.daemon = True
-        killer.start()
+        faulthandler.dump_traceback_later(ABORT_S, exit=True)
         self._mpi.COMM_WORLD.Abort(1)
         raise InternalError("MPI_Abort returned")
 
