@@ -60,7 +60,13 @@ def _tcp() -> Transport:
     return Transport(door=TcpDoor, sink=TcpSink)
 
 
-TRANSPORTS: dict[str, Callable[[], Transport]] = {"shm": _shm, "tcp": _tcp}
+def _nixl() -> Transport:
+    from trtpd.kv_transfer.nixl import NixlDoor, NixlSink
+
+    return Transport(door=NixlDoor, sink=NixlSink)
+
+
+TRANSPORTS: dict[str, Callable[[], Transport]] = {"shm": _shm, "nixl": _nixl, "tcp": _tcp}
 """In order of preference."""
 
 

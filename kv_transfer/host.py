@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 
 from trtpd.errors import TransferError
+from trtpd.kv_transfer.base import TransferSettings
 from trtpd.kv_transfer.pool_file import SHM_DIR
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -46,6 +47,17 @@ def own_address(listen: str) -> str:
     raise TransferError(
         f"transfer.listen {listen!r}: this host has no such address (it has {', '.join(sorted(addresses))})"
     )
+
+
+def data_address(settings: TransferSettings) -> str:
+    """Where ports of the data plane are opened. Raises TransferError where strangers could reach them."""
+    host = own_address(settings.listen)
+    if not is_loopback(host) and not settings.secret:
+        raise TransferError(
+            f"transfer.listen {settings.listen!r} is not loopback and there are no keys: anyone could read KV there;"
+            " give a folder made by make_keys (--keys DIR), or use 127.0.0.1"
+        )
+    return host
 
 
 def device_of(address: str) -> str:

@@ -112,10 +112,9 @@ class Arrivals:
         source's bytes."""
         if tp_rank not in self._sums:
             self._sums[tp_rank] = np.zeros((len(self._row), self._layout.kv_heads), np.uint64)
-        tokens = self._pull.valid_tokens(part.index)
-        rows = [self._row[index] for index in part.indexes]
+        tokens, row = self._pull.valid_tokens(part.index), self._row[part.index]
         sums = head_sums(cells, tokens, self._layout.tokens_per_block, weights)
-        self._sums[tp_rank][rows, heads.start : heads.stop] += sums
+        self._sums[tp_rank][row : row + part.count, heads.start : heads.stop] += sums
 
     def verify(self) -> None:
         """All of the piece has arrived. Raises IntegrityError."""

@@ -8,7 +8,8 @@ What the leader owes: KV of a token is published only when every rank has writte
 of a step ensures; a sequence joins a step only after its pull has ended. Epochs and leases are those of the
 first pool, which the leader created.
 
-A group over several hosts has one RankPools per host, led by a rank there; see group.py.
+So a group's ranks share a host. A sink may also be made over some of the ranks, all stages of each: what a group over
+several hosts would have on every one of them. A source needs all its ranks.
 """
 
 from __future__ import annotations

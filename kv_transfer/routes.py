@@ -14,7 +14,7 @@ from trtpd.kv_transfer.ranks import RankPools
 from trtpd.kv_transfer.reshard import slices_for
 from trtpd.kv_transfer.runs import Run, split
 
-TILE_BYTES = 1 << 20
+TILE_BYTES = 3 << 20
 """What is digested is handled in tiles of about this size: while it is in cache, and in few enough calls."""
 
 

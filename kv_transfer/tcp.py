@@ -13,67 +13,40 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 
-from trtpd.errors import LeaseError, TransferError
-from trtpd.kv_transfer.base import Key, TransferSettings
+from trtpd.kv_transfer.base import TransferSettings
 from trtpd.kv_transfer.convert import convert
-from trtpd.kv_transfer.host import host_id, is_loopback, own_address
+from trtpd.kv_transfer.grants import GrantingDoor, Grants
+from trtpd.kv_transfer.host import data_address, host_id, is_loopback
 from trtpd.kv_transfer.integrity import Arrivals
+from trtpd.kv_transfer.net import NetCarrier, NetPeer, NetSink
 from trtpd.kv_transfer.offer import Offer, decode_message
-from trtpd.kv_transfer.pace import Pace
 from trtpd.kv_transfer.pool import NUMPY_DTYPE, Words
-from trtpd.kv_transfer.pull import Pull, check_offer
+from trtpd.kv_transfer.pull import Pull
 from trtpd.kv_transfer.ranks import RankPools
 from trtpd.kv_transfer.routes import Route, tiles
-from trtpd.kv_transfer.runs import Run, coalesce
-from trtpd.kv_transfer.sink import Plans, Sink
+from trtpd.kv_transfer.runs import Run
+from trtpd.kv_transfer.sink import Plans
 from trtpd.kv_transfer.source import Source
 from trtpd.kv_transfer.tcp_link import TcpLink
-from trtpd.kv_transfer.tcp_server import Grants, TcpServer, spans_of
-from trtpd.kv_transfer.tcp_wire import Check, Read, Renew, TcpAddress
+from trtpd.kv_transfer.tcp_server import TcpServer, spans_of
+from trtpd.kv_transfer.tcp_wire import Read, TcpAddress
 
 TRANSPORT = "tcp"
 PIECE_BYTES = 16 << 20
 TOKEN_BYTES = 32
 
 
-def data_address(settings: TransferSettings) -> str:
-    """Where ports of the data plane are opened. Raises TransferError where strangers could reach them."""
-    host = own_address(settings.listen)
-    if not is_loopback(host) and not settings.secret:
-        raise TransferError(
-            f"transfer.listen {settings.listen!r} is not loopback and there are no keys: anyone could read KV there;"
-            " give a folder made by make_keys (--keys DIR), or use 127.0.0.1"
-        )
-    return host
-
-
-class TcpDoor:
+class TcpDoor(GrantingDoor):
     """Lets sinks in that know the deployment's secret and the offer's token."""
 
     transport = TRANSPORT
 
     def __init__(self, pools: RankPools, settings: TransferSettings, clock: Callable[[], float]) -> None:
+        super().__init__(Grants())
         host, token = data_address(settings), os.urandom(TOKEN_BYTES)
-        self._grants = Grants()
-        self.server = TcpServer(pools, self._grants, host=host, key=settings.secret + token, clock=clock)
+        self.server = TcpServer(pools, self.grants, host=host, key=settings.secret + token, clock=clock)
         address = TcpAddress(machine=host_id(), host=host, port=self.server.port, token=token)
-        self._address = msgspec.msgpack.encode(address)
-
-    def open(self, key: Key, blocks: tuple[int, ...]) -> bytes:
-        self._grants.open(key, blocks)
-        return self._address
-
-    def renewed_s(self, key: Key) -> float | None:
-        return self._grants.renewed_s(key)
-
-    def suspend(self, key: Key) -> None:
-        self._grants.suspend(key, suspended=True)
-
-    def resume(self, key: Key) -> None:
-        self._grants.suspend(key, suspended=False)
-
-    def shut(self, key: Key) -> None:
-        self._grants.shut(key)
+        self.address = msgspec.msgpack.encode(address)
 
     def close(self) -> None:
         self.server.close()
@@ -88,27 +61,11 @@ class TcpSource(Source):
         super().__init__(pools, settings, [TcpDoor(pools, settings, clock)], clock=clock)
 
 
-class TcpPeer:
-    """One source as a sink knows it."""
-
-    def __init__(self, link: TcpLink) -> None:
-        self.link = link
-        self.pace = Pace()
-        self.wanted = True
-
-    def tend(self) -> bool:
-        """Connects before the first pull needs it. What fails here fails again, and is told, there."""
-        if self.wanted:
-            self.wanted = False
-            try:
-                self.link.connect()
-            except TransferError:
-                return False
-        return False
-
-
-class TcpSink(Sink):
+class TcpSink(NetSink[TcpLink]):
     """KVSink over TCP. `wake` is called from a thread of the sink's when a pull ended."""
+
+    transport = TRANSPORT
+    piece_bytes = PIECE_BYTES
 
     def __init__(
         self,
@@ -118,9 +75,7 @@ class TcpSink(Sink):
         wake: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(pools, settings, piece_bytes=PIECE_BYTES, wake=wake, clock=clock)
-        self._peers: dict[str, TcpPeer] = {}
-        self._plans = Plans(pools)
+        super().__init__(pools, settings, wake=wake, clock=clock)
         self._memory = SinkMemory(pools)
 
     def reaches(self, address: bytes) -> bool:
@@ -128,47 +83,21 @@ class TcpSink(Sink):
         tcp = decode_message(address, TcpAddress)
         return tcp.machine == host_id() or not is_loopback(tcp.host)
 
-    def handshake(self, offer: Offer) -> None:
-        name, peer = self._peer(offer)
-        self.puller(name, peer.tend)
+    def make_link(self, offer: Offer) -> TcpLink:
+        return TcpLink(
+            decode_message(offer.address, TcpAddress),
+            name=offer.instance,
+            generation=offer.generation,
+            fingerprint=offer.layout.fingerprint,
+            secret=self.settings.secret,
+        )
 
-    def begin(self, offer: Offer, blocks: Sequence[int]) -> None:
-        pull = self.new_pull(offer, blocks)
-        name, peer = self._peer(offer)
-        puller = self.puller(name, peer.tend)
-        carrier = TcpCarrier(peer, pull, self._plans, self._memory)
-        self.start_pull(name, puller, pull, carrier)
+    def make_carrier(self, peer: NetPeer[TcpLink], pull: Pull) -> TcpCarrier:
+        return TcpCarrier(peer, pull, self.plans, self._memory)
 
     def close(self) -> None:
-        self.close_pullers()
-        for peer in self._peers.values():
-            peer.link.close()
+        super().close()
         self._memory.close()
-
-    def _peer(self, offer: Offer) -> tuple[str, TcpPeer]:
-        """Raises LayoutError, TransferError for an offer that can't be pulled."""
-        convert_dtype = self.settings.convert_dtype
-        check_offer(offer, transport=TRANSPORT, layout=self.pools.layout, convert_dtype=convert_dtype)
-        address = decode_message(offer.address, TcpAddress)
-        name = f"{offer.generation}@{address.host}:{address.port}"
-        if name not in self._peers:
-            self._forget_older(offer.instance)
-            link = TcpLink(
-                address,
-                name=offer.instance,
-                generation=offer.generation,
-                fingerprint=offer.layout.fingerprint,
-                secret=self.settings.secret,
-            )
-            self._peers[name] = TcpPeer(link)
-        return name, self._peers[name]
-
-    def _forget_older(self, instance: str) -> None:
-        """A source of a new generation has come: those of the same name are dead, or soon will be."""
-        for name, peer in list(self._peers.items()):
-            if peer.link.name == instance and self.drop_puller(name):
-                peer.link.close()
-                del self._peers[name]
 
 
 class SinkMemory:
@@ -190,43 +119,16 @@ class SinkMemory:
         self._arrays.clear()
 
 
-class TcpCarrier:
+class TcpCarrier(NetCarrier[TcpLink]):
     """Carrier over a connection."""
 
-    def __init__(self, peer: TcpPeer, pull: Pull, plans: Plans, memory: SinkMemory) -> None:
-        self._peer, self._pull, self._plans, self._memory = peer, pull, plans, memory
-        self._offer = pull.offer
-        self._routes = plans.routes(pull.offer)
+    def __init__(self, peer: NetPeer[TcpLink], pull: Pull, plans: Plans, memory: SinkMemory) -> None:
+        super().__init__(peer, pull, plans)
+        self._memory = memory
 
-    def _interrupted(self) -> bool:
-        return self._pull.aborted
-
-    def renew(self, sent_s: float) -> float | None:
-        held = self._peer.link.ask(Renew(*self._offer.key), 0, self._interrupted) is not None
-        return sent_s if held else None
-
-    def check(self) -> None:
-        offer = self._offer
-        epochs = self._peer.link.ask(Check(*offer.key), 8 * len(offer.blocks), self._interrupted)
-        if epochs is None:
-            raise LeaseError(f"{offer.instance} holds the KV of request {offer.request_id} no longer")
-        if tuple(np.frombuffer(epochs, "<u8").tolist()) != offer.epochs:
-            raise LeaseError(f"{offer.instance} freed blocks of request {offer.request_id} before their copy was used")
-
-    def gone(self) -> bool:
-        return self._peer.link.gone()
-
-    def copy(self, pull: Pull, piece: range) -> int:
-        arrivals = self._plans.arrivals(pull, piece)
-        source, sink = pull.offer.blocks[piece.start : piece.stop], pull.blocks[piece.start : piece.stop]
-        runs = coalesce(source, sink, first_index=piece.start)
-        moved_bytes = sum(self._copy_route(route, runs, arrivals) for route in self._routes)
-        arrivals.verify()
-        return moved_bytes
-
-    def _copy_route(self, route: Route, runs: Sequence[Run], arrivals: Arrivals) -> int:
+    def copy_route(self, route: Route, runs: Sequence[Run], arrivals: Arrivals) -> int:
         """Asks for all that one rank has to send, and sees to each tile as it arrives."""
-        offer, blocks = self._offer, sum(run.count for run in runs)
+        offer, blocks = self.offer, sum(run.count for run in runs)
         steps = tiles(route, blocks)
         inlet = (
             _Direct(route, runs, self._memory)
@@ -252,22 +154,17 @@ class TcpCarrier:
                     arrivals.add(route.sink.address.tp_rank, part, route.heads, cells, weights)
                 inlet.settle(part, steps[number], cells)
 
-        began_s = time.monotonic()
-        held = self._peer.link.read(
+        held = self.peer.link.read(
             request,
             (inlet.views(step) for step in steps),
             size_bytes,
-            timeout_s=self._peer.pace.timeout_s(size_bytes, lease_s=offer.lease_s),
-            interrupted=self._interrupted,
+            timeout_s=self.peer.pace.timeout_s(size_bytes, lease_s=offer.lease_s),
+            interrupted=self.interrupted,
             arrived=arrived,
         )
         if not held:
-            raise LeaseError(f"{offer.instance} holds the KV of request {offer.request_id} no longer")
-        self._peer.pace.measured(size_bytes, time.monotonic() - began_s)
+            raise self.no_longer_held()
         return blocks * len(route.arrays) * route.block_bytes()
-
-    def close(self) -> None:
-        """The connection is the peer's, and stays."""
 
 
 class _Direct:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from trtpd.errors import LayoutError, LeaseError, PeerGoneError, TransferError, TransferTimeoutError
+from trtpd.kv_transfer.asks import Open, Status
 from trtpd.kv_transfer.puller import Interrupted
 from trtpd.kv_transfer.tcp_wire import (
     ANSWER_BYTES,
@@ -17,9 +18,7 @@ from trtpd.kv_transfer.tcp_wire import (
     MAGIC,
     NONCE_BYTES,
     REPLY,
-    Open,
     Request,
-    Status,
     TcpAddress,
     mac_of,
     pack_request,

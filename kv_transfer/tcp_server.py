@@ -16,12 +16,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from trtpd.errors import TransferError
-from trtpd.kv_transfer.base import Key
+from trtpd.kv_transfer.asks import Check, Open, Renew, Status
+from trtpd.kv_transfer.grants import Grant, Grants
 from trtpd.kv_transfer.ranks import RankPools
 from trtpd.kv_transfer.tcp_wire import (
     ANSWER_BYTES,
@@ -32,12 +32,8 @@ from trtpd.kv_transfer.tcp_wire import (
     NONCE_BYTES,
     REPLY,
     REQUEST_LIMIT_BYTES,
-    Check,
-    Open,
     Read,
-    Renew,
     Request,
-    Status,
     mac_of,
     same,
     unpack_request,
@@ -51,54 +47,6 @@ GREETING_S = 3.0
 STALL_S = 30.0
 SWEEP_S = 0.5
 SEND_VIEWS = 512
-
-
-@dataclass(slots=True)
-class Grant:
-    """One hold that sinks may read. `renewed_s` is when the newest renewal was received."""
-
-    blocks: tuple[int, ...]
-    allowed: frozenset[int]
-    renewed_s: float | None = None
-    suspended: bool = False
-
-
-class Grants:
-    """Holds by key, shared by the engine thread (which grants) and the server's (which renews)."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._grants: dict[Key, Grant] = {}
-
-    def open(self, key: Key, blocks: tuple[int, ...]) -> None:
-        with self._lock:
-            self._grants[key] = Grant(blocks, frozenset(blocks))
-
-    def shut(self, key: Key) -> None:
-        with self._lock:
-            self._grants.pop(key, None)
-
-    def suspend(self, key: Key, *, suspended: bool) -> None:
-        with self._lock:
-            self._grants[key].suspended = suspended
-
-    def renewed_s(self, key: Key) -> float | None:
-        with self._lock:
-            return self._grants[key].renewed_s
-
-    def held(self, key: Key) -> Grant | None:
-        with self._lock:
-            grant = self._grants.get(key)
-            return None if grant is None or grant.suspended else grant
-
-    def renew(self, key: Key, now_s: float) -> bool:
-        """False, and no effect, if it isn't held: then no renewal is confirmed."""
-        with self._lock:
-            grant = self._grants.get(key)
-            if grant is None or grant.suspended:
-                return False
-            grant.renewed_s = now_s
-            return True
 
 
 class _Connection:

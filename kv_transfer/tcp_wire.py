@@ -7,7 +7,6 @@ dropped. Then requests (a length, msgpack) and replies (a header, raw bytes) alt
 
 from __future__ import annotations
 
-import enum
 import hashlib
 import hmac
 import struct
@@ -17,6 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from trtpd.errors import TransferError
+from trtpd.kv_transfer.asks import Check, Index, Number, Open, Renew
 
 MAGIC = b"trtpdKV1"
 NONCE_BYTES = 32
@@ -29,19 +29,6 @@ RUNS_LIMIT = 1 << 16
 LENGTH = struct.Struct("<I")
 REPLY = struct.Struct("<IIQ")
 
-Index = Annotated[int, Meta(ge=0, le=1 << 40)]
-Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-
-
-class Status(enum.IntEnum):
-    """How a source answers."""
-
-    OK = 0
-    NOT_HELD = 1
-    OTHER_GENERATION = 2
-    OTHER_LAYOUT = 3
-    BAD_REQUEST = 4
-
 
 class TcpAddress(msgspec.Struct, frozen=True, kw_only=True):
     """Address of this transport: where the source listens, the token that lets in, and which machine it is."""
@@ -50,27 +37,6 @@ class TcpAddress(msgspec.Struct, frozen=True, kw_only=True):
     host: Annotated[str, Meta(max_length=64)]
     port: Annotated[int, Meta(ge=1, le=65535)]
     token: Annotated[bytes, Meta(min_length=16, max_length=64)]
-
-
-class Open(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """First request: OK if the source is of this generation and layout."""
-
-    generation: Annotated[str, Meta(max_length=256)]
-    fingerprint: Annotated[str, Meta(max_length=256)]
-
-
-class Renew(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Renews a lease: OK or NOT_HELD."""
-
-    request_id: Number
-    attempt: Number
-
-
-class Check(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """OK with the present epoch of every block of the hold, as 64-bit numbers, or NOT_HELD."""
-
-    request_id: Number
-    attempt: Number
 
 
 class Read(msgspec.Struct, frozen=True, tag=True, array_like=True):

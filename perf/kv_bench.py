@@ -1,9 +1,11 @@
 """What a KV hand-off costs beside a plain memcpy of the same bytes, measured in turn in one run.
 
-    python -m trtpd.perf.kv_bench [--json] [--tokens 128 512 2048] [--dtype f32] [--repeats 9]
+    python -m trtpd.perf.kv_bench [--json] [--transports shm tcp] [--shapes smollm2] [--tokens 128 2048] [--repeats 5]
 
-Both pools have the shape of SmolLM2-135M. A hand-off is timed from the seal's arrival at the sink until its
-result, so thread wake-up, lease, epochs and verification are in it; `ratio` is memcpy's time over the hand-off's.
+Source and sink are two processes. A hand-off is timed from the seal's arrival at the sink until its result, so thread
+wake-up, lease, epochs and verification are in it; `ratio` is memcpy's time over the hand-off's. The second table is
+what of it a user waits for when chunks of the prompt move while later ones are computed, and when nothing moves before
+the seal, for a prefill of so many tokens a second.
 """
 
 from __future__ import annotations
@@ -13,122 +15,153 @@ import json
 import os
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import get_args
 
 import numpy as np
+import psutil
 
-from trtpd.errors import TrtpdError
-from trtpd.kv_transfer.base import TransferSettings
-from trtpd.kv_transfer.layout import KVDtype, KVLayout
-from trtpd.kv_transfer.pool import SharedPool
-from trtpd.kv_transfer.ranks import RankPools
-from trtpd.kv_transfer.shm import ShmSink, ShmSource
+from trtpd.errors import CapacityError, TrtpdError
+from trtpd.kv_transfer.factory import TRANSPORTS
+from trtpd.kv_transfer.layout import KVLayout
+from trtpd.perf.kv_pair import KVPair, Setup
+
+SHAPES = {
+    "smollm2": KVLayout(num_layers=30, kv_heads=3, head_dim=64, tokens_per_block=32, dtype="f32"),
+    "smollm2-bf16": KVLayout(num_layers=30, kv_heads=3, head_dim=64, tokens_per_block=32, dtype="bf16"),
+    "llama3-8b": KVLayout(num_layers=32, kv_heads=8, head_dim=128, tokens_per_block=32, dtype="bf16"),
+}
+TOKENS = (128, 512, 2048, 8192)
+OVERLAP_TOKENS = 2048
+CHUNK_TOKENS = 256
+POOLS_AND_COPIES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One case: medians, their ratio, and the ratio of the fastest of each (what other load on the machine
-    spoils least). `source_digest_mb_per_s` is what the source's digests alone reach, 0 without digests."""
+    spoils least). `seal_ms` is the source's seal, with the digests it makes."""
 
+    transport: str
+    shape: str
     tokens: int
     fragmented: bool
     digests: bool
     megabytes: float
     handoff_ms: float
     memcpy_ms: float
+    gb_per_s: float
+    memcpy_gb_per_s: float
     ratio: float
     best_ratio: float
-    source_digest_mb_per_s: float
+    seal_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overlap:
+    """Exposed time of a hand-off after a prefill of `prefill_ms`, chunk by chunk and in one piece."""
+
+    transport: str
+    shape: str
+    tokens: int
+    prefill_ms: float
+    exposed_ms: float
+    exposed_one_piece_ms: float
 
 
 class Bench:
-    """Two pools, a source and a sink per digest setting."""
+    """One transport, shape and digest setting, for prompts of up to `tokens` tokens."""
 
-    def __init__(self, layout: KVLayout, tokens: int, *, seed: int) -> None:
-        self._layout, self._tokens = layout, tokens
-        self._needed = layout.blocks_for(tokens)
-        blocks = 2 * self._needed
-        generation = f"bench-{os.urandom(4).hex()}"
+    def __init__(self, transport: str, shape: str, tokens: int, *, digests: bool, seed: int) -> None:
+        layout = SHAPES[shape]
+        blocks = layout.blocks_for(tokens)
+        self._transport, self._shape, self._layout, self._digests = transport, shape, layout, digests
         self._rng = np.random.default_rng(seed)
-        self._from = SharedPool.create("bench-source", layout, blocks, generation=generation)
-        self._to = SharedPool.create("bench-sink", layout, blocks, generation=generation)
-        for number, array in enumerate(self._from.keys + self._from.values):
-            array[:] = number
-        size_bytes = self._needed * self._from.grid[:, 0].nbytes
-        self._plain_from, self._plain_to = np.ones(size_bytes, np.uint8), np.ones(size_bytes, np.uint8)
-        self._generation = generation
-        self._request_id = 0
+        check_room(blocks * layout.tokens_per_block * layout.bytes_per_token)
+        self._pair = KVPair(
+            Setup(
+                layout=layout,
+                num_blocks=blocks,
+                transport=transport,
+                generation=f"bench-{os.urandom(4).hex()}",
+                digests=digests,
+            )
+        )
+        self._block_bytes = self._pair.pool.grid[:, 0].nbytes
+        self._requests = 0
 
     def close(self) -> None:
-        self._from.close()
-        self._to.close()
+        self._pair.close()
 
-    def row(self, *, fragmented: bool, digests: bool, repeats: int) -> Row:
-        settings = TransferSettings(
-            instance="bench", generation=self._generation, digest_every=int(digests), one_piece_tokens=1 << 30
-        )
-        ended = threading.Event()
-        source = ShmSource(RankPools([self._from]), settings)
-        sink = ShmSink(RankPools([self._to]), settings, wake=ended.set)
-        handoffs, copies, digestings = [], [], []
-        try:
-            for _ in range(repeats + 1):  # the first one maps pages in
-                copies.append(_timed_s(self._memcpy))
-                handoff_s, digest_s = self._handoff_s(source, sink, ended, fragmented=fragmented)
-                handoffs.append(handoff_s)
-                digestings.append(digest_s)
-        finally:
-            sink.close()
-            source.close()
+    def row(self, tokens: int, *, fragmented: bool, repeats: int) -> Row:
+        size_bytes = self._layout.blocks_for(tokens) * self._block_bytes
+        plain_from, plain_to = np.ones(size_bytes, np.uint8), np.ones(size_bytes, np.uint8)
+        handoffs, copies, seals = [], [], []
+        for _ in range(repeats + 1):  # the first one maps pages in
+            copies.append(_timed_s(lambda: np.copyto(plain_to, plain_from)))
+            self._begin(tokens, fragmented=fragmented)
+            _, handoff_s, seal_s = self._pair.finish(self._requests)
+            handoffs.append(handoff_s)
+            seals.append(seal_s)
         handoff_s, copy_s = statistics.median(handoffs[1:]), statistics.median(copies[1:])
-        megabytes = self._needed * self._from.grid[:, 0].nbytes / 1e6
         return Row(
-            tokens=self._tokens,
+            transport=self._transport,
+            shape=self._shape,
+            tokens=tokens,
             fragmented=fragmented,
-            digests=digests,
-            megabytes=round(megabytes, 1),
+            digests=self._digests,
+            megabytes=round(size_bytes / 1e6, 1),
             handoff_ms=round(handoff_s * 1e3, 2),
             memcpy_ms=round(copy_s * 1e3, 2),
+            gb_per_s=round(size_bytes / handoff_s / 1e9, 2),
+            memcpy_gb_per_s=round(size_bytes / copy_s / 1e9, 2),
             ratio=round(copy_s / handoff_s, 2),
             best_ratio=round(min(copies[1:]) / min(handoffs[1:]), 2),
-            source_digest_mb_per_s=round(megabytes / statistics.median(digestings[1:])) if digests else 0.0,
+            seal_ms=round(statistics.median(seals[1:]) * 1e3, 2),
         )
 
-    def _memcpy(self) -> None:
-        np.copyto(self._plain_to, self._plain_from)
+    def overlap(self, tokens: int, *, prefill_tokens_per_s: float, repeats: int) -> Overlap:
+        exposed: dict[bool, list[float]] = {False: [], True: []}
+        prefill_s = tokens / prefill_tokens_per_s
+        for _ in range(repeats):
+            for one_piece in (False, True):
+                self._begin(tokens, fragmented=False)
+                for ready_tokens in range(CHUNK_TOKENS, tokens, CHUNK_TOKENS):
+                    time.sleep(CHUNK_TOKENS / prefill_tokens_per_s)
+                    if not one_piece:
+                        self._pair.publish(self._requests, ready_tokens)
+                time.sleep(CHUNK_TOKENS / prefill_tokens_per_s)
+                result, _, _ = self._pair.finish(self._requests)
+                exposed[one_piece].append(result.exposed_s)
+        return Overlap(
+            transport=self._transport,
+            shape=self._shape,
+            tokens=tokens,
+            prefill_ms=round(prefill_s * 1e3, 1),
+            exposed_ms=round(statistics.median(exposed[False]) * 1e3, 2),
+            exposed_one_piece_ms=round(statistics.median(exposed[True]) * 1e3, 2),
+        )
 
-    def _handoff_s(
-        self, source: ShmSource, sink: ShmSink, ended: threading.Event, *, fragmented: bool
-    ) -> tuple[float, float]:
-        """Seconds of the hand-off, and of the seal with its digests."""
-        self._request_id += 1
-        key = (self._request_id, 1)
-        of, to = (self._blocks(fragmented=fragmented) for _ in range(2))
-        offer = source.offer(key, prompt_tokens=self._tokens, blocks=of)
-        sink.begin(offer, to)
-        began_s = time.perf_counter()
-        seal = source.seal(key, first_token=0, first_log_prob=None, seed=0)
-        digest_s = time.perf_counter() - began_s
-        ended.clear()
-        began_s = time.perf_counter()
-        sink.sealed(seal)
-        ended.wait(60)
-        handoff_s = time.perf_counter() - began_s
-        (result,) = sink.progress()
-        if result.error:
-            raise TrtpdError(f"the hand-off failed: {result.error}")
-        source.end(key)
-        return handoff_s, digest_s
+    def _begin(self, tokens: int, *, fragmented: bool) -> None:
+        self._requests += 1
+        of, to = (self._blocks(tokens, fragmented=fragmented) for _ in range(2))
+        self._pair.begin(self._requests, tokens, of, to)
 
-    def _blocks(self, *, fragmented: bool) -> list[int]:
+    def _blocks(self, tokens: int, *, fragmented: bool) -> tuple[int, ...]:
+        needed, there = self._layout.blocks_for(tokens), self._pair.pool.num_blocks
         if not fragmented:
-            return list(range(self._needed))
-        every_other = np.arange(0, 2 * self._needed, 2)
-        return [int(block) for block in self._rng.permutation(every_other)]
+            return tuple(range(needed))
+        return tuple(int(block) for block in self._rng.permutation(there)[:needed])
+
+
+def check_room(pool_bytes: int) -> None:
+    """Raises CapacityError rather than push a shared machine into its swap."""
+    needed, available = POOLS_AND_COPIES * pool_bytes, psutil.virtual_memory().available
+    if needed > available // 2:
+        raise CapacityError(
+            f"the bench would need {needed >> 20} MiB of the {available >> 20} MiB available: ask for fewer --tokens"
+        )
 
 
 def _timed_s(work: Callable[[], None]) -> float:
@@ -137,45 +170,70 @@ def _timed_s(work: Callable[[], None]) -> float:
     return time.perf_counter() - began_s
 
 
-def measure(tokens: Sequence[int], *, dtype: KVDtype, repeats: int, seed: int) -> list[Row]:
-    """One row per prompt length, fragmentation and digest setting. Raises CapacityError, TrtpdError."""
-    layout = KVLayout(num_layers=30, kv_heads=3, head_dim=64, tokens_per_block=32, dtype=dtype)
-    rows = []
-    for count in tokens:
-        bench = Bench(layout, count, seed=seed)
-        try:
-            for fragmented in (False, True):
-                for digests in (False, True):
-                    rows.append(bench.row(fragmented=fragmented, digests=digests, repeats=repeats))
-        finally:
-            bench.close()
-    return rows
+def measure(
+    transports: Sequence[str], shapes: Sequence[str], tokens: Sequence[int], options: argparse.Namespace
+) -> tuple[list[Row], list[Overlap]]:
+    """All cases, one pair of processes per transport, shape and digest setting. Raises TrtpdError."""
+    rows, overlaps = [], []
+    for shape in shapes:
+        for transport in transports:
+            for digests in (False, True):
+                bench = Bench(transport, shape, max(tokens), digests=digests, seed=options.seed)
+                try:
+                    for count in tokens:
+                        for fragmented in (False, True):
+                            rows.append(bench.row(count, fragmented=fragmented, repeats=options.repeats))
+                    if digests:
+                        rate, length = options.prefill_tokens_per_s, min(OVERLAP_TOKENS, max(tokens))
+                        overlaps.append(bench.overlap(length, prefill_tokens_per_s=rate, repeats=3))
+                finally:
+                    bench.close()
+    return rows, overlaps
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="kv_bench", description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    parser.add_argument("--transports", nargs="+", choices=list(TRANSPORTS), default=list(TRANSPORTS))
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["smollm2", "llama3-8b"])
+    parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS), help="prompt lengths")
+    parser.add_argument("--repeats", type=int, default=5, help="of each case; medians are reported")
+    parser.add_argument("--seed", type=int, default=0, help="of the fragmented block tables")
+    parser.add_argument(
+        "--prefill-tokens-per-s", type=float, default=4000.0, help="of the prefill beside which chunks move"
+    )
+    options = parser.parse_args(argv)
+    if min(options.tokens) < 1 or options.repeats < 1 or options.prefill_tokens_per_s <= 0:
+        parser.error("--tokens, --repeats and --prefill-tokens-per-s must be at least 1")
+    return options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="kv_bench", description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[128, 512, 2048], help="prompt lengths")
-    parser.add_argument("--dtype", choices=get_args(KVDtype), default="f32")
-    parser.add_argument("--repeats", type=int, default=9, help="of each case; medians are reported")
-    parser.add_argument("--seed", type=int, default=0, help="of the fragmented block tables")
-    options = parser.parse_args(argv)
-    if min(options.tokens) < 1 or options.repeats < 1:
-        parser.error("--tokens and --repeats must be at least 1")
+    options = parse(argv)
     try:
-        rows = measure(options.tokens, dtype=options.dtype, repeats=options.repeats, seed=options.seed)
+        rows, overlaps = measure(options.transports, options.shapes, options.tokens, options)
     except TrtpdError as error:
         print(f"kv_bench: {error}", file=sys.stderr)
         return error.exit_code
     if options.json:
-        print(json.dumps({"transport": "shm", "dtype": options.dtype, "rows": [asdict(row) for row in rows]}))
+        tables = {"rows": [asdict(row) for row in rows], "overlap": [asdict(overlap) for overlap in overlaps]}
+        print(json.dumps(tables))
         return 0
-    print("tokens  blocks      digests      MB  hand-off ms  memcpy ms  ratio   best  source digests MB/s")
+    print(
+        "transport  shape         tokens  blocks     digests      MB  hand-off ms   GB/s  memcpy  ratio   best  seal ms"
+    )
     for row in rows:
         blocks, digests = "scattered" if row.fragmented else "in a run", "yes" if row.digests else "no"
         print(
-            f"{row.tokens:6}  {blocks:<10}  {digests:<7}  {row.megabytes:6.1f}  {row.handoff_ms:11.2f}"
-            f"  {row.memcpy_ms:9.2f}  {row.ratio:5.2f}  {row.best_ratio:5.2f}  {row.source_digest_mb_per_s:20.0f}"
+            f"{row.transport:<9}  {row.shape:<12}  {row.tokens:6}  {blocks:<9}  {digests:<7}  {row.megabytes:6.1f}"
+            f"  {row.handoff_ms:11.2f}  {row.gb_per_s:5.2f}  {row.memcpy_gb_per_s:6.2f}  {row.ratio:5.2f}"
+            f"  {row.best_ratio:5.2f}  {row.seal_ms:7.2f}"
+        )
+    print("\ntransport  shape         tokens  prefill ms  exposed ms  share  in one piece ms")
+    for case in overlaps:
+        print(
+            f"{case.transport:<9}  {case.shape:<12}  {case.tokens:6}  {case.prefill_ms:10.1f}  {case.exposed_ms:10.2f}"
+            f"  {case.exposed_ms / case.prefill_ms:5.1%}  {case.exposed_one_piece_ms:15.2f}"
         )
     return 0
 

@@ -17,11 +17,8 @@ from trtpd.perf.simulated_worker import (
     Key,
     Running,
     SimulatedWorker,
-    StepPlan,
-    StepPolicy,
     Truth,
     WorkerSpec,
-    decode_first,
 )
 from trtpd.runtime.core.cost import StepTimeModel
 from trtpd.runtime.core.events import (
@@ -43,6 +40,7 @@ from trtpd.runtime.core.events import (
     Withdraw,
 )
 from trtpd.runtime.core.router import RouterCore
+from trtpd.runtime.engine.batching import StepPlan
 
 
 @dataclass(slots=True, eq=False)
@@ -86,7 +84,6 @@ class Simulation:
         faults: Faults | None = None,
         network: Network | None = None,
         seed: int = 0,
-        policy: StepPolicy = decode_first,
         trace: list[str] | None = None,
         check_every_event: bool = False,
     ) -> None:
@@ -101,7 +98,6 @@ class Simulation:
         self._faults = faults or Faults()
         self._network = network or Network()
         self._rng = random.Random(seed)
-        self._policy = policy
         self._trace = trace
         self._check = check_every_event
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
@@ -179,7 +175,7 @@ class Simulation:
 
     def _start(self, node: Node) -> None:
         node.lives += 1
-        node.worker = SimulatedWorker(node.spec, f"{node.spec.name}#{node.lives}", self._truths, policy=self._policy)
+        node.worker = SimulatedWorker(node.spec, f"{node.spec.name}#{node.lives}", self._truths)
         node.stepping, node.moves = False, {}
         hello = node.spec.hello(node.worker.generation)
         self._at(self.now_s, lambda: self._tell_router(hello))

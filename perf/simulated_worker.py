@@ -1,13 +1,12 @@
-"""A prefill, decode or mixed instance without an engine: RouterCore's commands in, the events of a real one
-out.
+"""A prefill, decode or mixed instance without an engine: RouterCore's commands in, the events of a real one out.
 
-It has no clock. A driver asks what the next step would compute (`begin`), lets its time pass, and has it done
-(`finish`); it also says when a pull has ended. So the simulator and the property tests share it.
+It plans its steps as the engines do and has no clock. A driver asks what the next step would compute (`begin`), lets
+its time pass, and has it done (`finish`); it also says when a pull has ended. So the simulator and the property tests
+share it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -34,9 +33,10 @@ from trtpd.runtime.core.events import (
     TransferFailed,
     Withdraw,
 )
+from trtpd.runtime.engine.batching import PlanState, Prefilling, StepLimits, StepPlan, Waiting, plan_step
 
 Key = tuple[int, int]
-Phase = Literal["waiting", "prefilling", "held", "pulling", "decoding"]
+Phase = Literal["waiting", "prefilling", "held", "pulling", "joining", "decoding"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,41 +117,6 @@ class Running:
     source: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """`tokens` prompt tokens of one sequence."""
-
-    key: Key
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepPlan:
-    """One step: these sequences compute one token each, these parts of prompts are computed."""
-
-    decodes: tuple[Key, ...]
-    prefills: tuple[Part, ...]
-
-
-StepPolicy = Callable[[Sequence[Key], Sequence[tuple[Key, int]], WorkerSpec], StepPlan]
-"""(decoding in order, (key, prompt tokens left) of those in prefill in order, limits) -> plan."""
-
-
-def decode_first(decoding: Sequence[Key], prefilling: Sequence[tuple[Key, int]], spec: WorkerSpec) -> StepPlan:
-    """One token for each decoding sequence up to the batch, the rest of the step's budget for prompts in
-    order."""
-    decodes = tuple(decoding[: spec.max_batch])
-    budget = spec.max_step_tokens - len(decodes)
-    parts: list[Part] = []
-    for key, left in prefilling:
-        tokens = min(left, budget, spec.chunk_tokens)
-        if tokens <= 0:
-            break
-        parts.append(Part(key=key, tokens=tokens))
-        budget -= tokens
-    return StepPlan(decodes=decodes, prefills=tuple(parts))
-
-
 class SimulatedWorker:
     """One life of one instance: a restart is a new object. `truths` is shared with the driver, which fills
     it."""
@@ -161,15 +126,16 @@ class SimulatedWorker:
         spec: WorkerSpec,
         generation: str,
         truths: dict[int, Truth],
-        *,
-        policy: StepPolicy = decode_first,
     ) -> None:
         self.spec = spec
         self.generation = generation
         self.sequences: dict[Key, Running] = {}
         self.blocks_free = spec.kv_blocks
         self._truths = truths
-        self._policy = policy
+        self._set_aside_blocks = 0
+        self._limits = StepLimits(
+            max_step_tokens=spec.max_step_tokens, chunk_tokens=spec.chunk_tokens, max_batch=spec.max_batch
+        )
 
     def take(self, command: Submit | Pull | Withdraw | Cancel) -> list[InstanceEvent]:
         """Carries out a command as far as it needs no step."""
@@ -212,7 +178,7 @@ class SimulatedWorker:
                 raise InternalError(f"{self.spec.name} is told to pull {key} twice")
             truth = self._truths[command.request_id]
             blocks = blocks_for(truth.prompt_tokens + truth.max_tokens, self.spec.tokens_per_block)
-            if blocks > self.blocks_free:
+            if blocks > self.blocks_free - self._set_aside_blocks:
                 reason = f"{blocks} blocks are needed, {self.blocks_free} are free"
                 return [self._rejected(command, "capacity", reason)]
             self.blocks_free -= blocks
@@ -235,9 +201,9 @@ class SimulatedWorker:
         return events
 
     def end_pull(self, key: Key, *, seconds: float, exposed_s: float) -> list[InstanceEvent]:
-        """The copy is complete: the sequence joins the batch."""
+        """The copy is complete: the sequence joins the batch as soon as there is a place."""
         sequence = self.sequences[key]
-        sequence.phase, sequence.kv_tokens = "decoding", sequence.context_tokens
+        sequence.phase, sequence.kv_tokens = "joining", sequence.context_tokens
         return [
             TransferDone(
                 request_id=key[0],
@@ -261,24 +227,33 @@ class SimulatedWorker:
 
     def begin(self) -> tuple[StepPlan | None, list[InstanceEvent]]:
         """What the next step computes (None if there is nothing to do) and the offers made by starting it."""
+        plan = plan_step(self._plan_state(), self._limits)
+        self._set_aside_blocks = plan.short_blocks
+        for key in plan.joined:
+            self.sequences[key].phase = "decoding"
         offers: list[InstanceEvent] = []
-        running = sum(s.phase in ("prefilling", "decoding") for s in self.sequences.values())
-        for sequence in self.sequences.values():
-            if sequence.phase != "waiting":
-                continue
-            if sequence.blocks > self.blocks_free or running >= self.spec.max_batch:
-                break
+        for key in plan.admitted:
+            sequence = self.sequences[key]
             self.blocks_free -= sequence.blocks
             sequence.phase = "prefilling"
-            running += 1
             if sequence.kind == "context_only":
                 offers.append(self._offered(sequence))
-        decoding = [s.key for s in self.sequences.values() if s.phase == "decoding"]
-        prefilling = [
-            (s.key, s.context_tokens - s.done_tokens) for s in self.sequences.values() if s.phase == "prefilling"
-        ]
-        plan = self._policy(decoding, prefilling, self.spec)
-        return (plan if plan.decodes or plan.prefills else None), offers
+        return (plan if plan.tokens else None), offers
+
+    def _plan_state(self) -> PlanState:
+        def of(phase: Phase) -> list[Running]:
+            return [sequence for sequence in self.sequences.values() if sequence.phase == phase]
+
+        return PlanState(
+            decoding=[s.key for s in of("decoding")],
+            joining=[s.key for s in of("joining")],
+            prefilling=[
+                Prefilling(key=s.key, prompt_tokens=s.context_tokens, done_tokens=s.done_tokens)
+                for s in of("prefilling")
+            ],
+            waiting=[Waiting(key=s.key, prompt_tokens=s.context_tokens, peak_blocks=s.blocks) for s in of("waiting")],
+            available_blocks=self.blocks_free,
+        )
 
     def finish(self, plan: StepPlan) -> list[InstanceEvent]:
         """Does the step. What was cancelled meanwhile is left out."""
@@ -377,6 +352,6 @@ class SimulatedWorker:
             kv_blocks_free=self.blocks_free,
             kv_blocks_held=sum(s.blocks for s in sequences if s.phase == "held"),
             running=sum(s.phase in ("prefilling", "decoding") for s in sequences),
-            waiting=sum(s.phase == "waiting" for s in sequences),
+            waiting=sum(s.phase in ("waiting", "joining") for s in sequences),
             queued_tokens=sum(left),
         )

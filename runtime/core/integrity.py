@@ -44,6 +44,7 @@ def _check_request(books: Books, request: Request) -> None:
     _require(len(request.journal) < request.arrived.max_tokens, f"{name} is complete and still in flight")
     _require(request.timeline.output_tokens == len(request.journal), f"{name}: its journal is not what went out")
     _require(len(request.failures) <= books.policy.retry_budget, f"{name} cost more retries than it may")
+    _require(len(request.losses) <= books.policy.loss_budget, f"{name} cost more instances than it may")
     attempt = request.attempt
     if attempt is None:
         return

@@ -29,7 +29,10 @@ class Policy:
       transfer_floor_bytes_per_s  what the bytes add to it: a slower transfer counts as stalled
 
     Failures
-      retry_budget                new attempts a request may cost; rejects for lack of room cost nothing
+      retry_budget                new attempts a request may cost through failures of its own; rejects for lack of
+                                  room cost nothing
+      loss_budget                 instances a request may lose while they work on it: a request that kills every
+                                  instance it meets has to end, one that was only unlucky has not
       reprefills_per_instance     new attempts in prefill at a time, per usable instance that prefills
       drain_patience_s            an unanswered Cancel or Withdraw is sent again after this
       drain_reminders             so often; then its credit is taken back without an answer
@@ -37,7 +40,7 @@ class Policy:
       reject_pause_max_s          up to this
       link_avoid_s                a pair whose link was reported down is not used for so long
       flap_losses                 losses of one instance within
-      flap_window_s               this window that put it in quarantine
+      flap_window_s               this window that put it in quarantine, unless nothing else serves its role
       quarantine_s                for so long, twice as long each time,
       quarantine_max_s            up to this
 
@@ -49,6 +52,7 @@ class Policy:
     queue_limit: int = 1024
     no_instance_grace_s: float = 10.0
     retry_budget: int = 3
+    loss_budget: int = 8
     reprefills_per_instance: int = 2
     pull_lead_s: float = 0.25
     repulls: int = 1
@@ -71,7 +75,15 @@ class Policy:
     weights: Weights = field(default_factory=Weights)
 
     def __post_init__(self) -> None:
-        may_be_zero = {"retry_budget", "repulls", "drain_reminders", "overtake", "overtake_s", "pull_lead_s"}
+        may_be_zero = {
+            "retry_budget",
+            "loss_budget",
+            "repulls",
+            "drain_reminders",
+            "overtake",
+            "overtake_s",
+            "pull_lead_s",
+        }
         for item in fields(self):
             value = getattr(self, item.name)
             if item.name == "weights":

@@ -57,6 +57,7 @@ class Recovery:
             hold = replace(ghost, closing=False, seen=False)
             books.cluster.reserve(instance, hold)
             books.close(hold)
+        self._spare_the_last(instance)
         books.room_changed = True
 
     def lost(self, event: Lost) -> None:
@@ -76,6 +77,7 @@ class Recovery:
                 self._hold_lost(books.requests[hold.request_id], hold)
         if not planned:
             self._count_loss(instance)
+        self._spare_the_last(instance)
 
     def _hold_lost(self, request: Request, hold: Hold) -> None:
         """One placement died with its instance. The other side, if any, is told at once."""
@@ -83,11 +85,12 @@ class Recovery:
         text = f"{hold.instance} was lost"
         if hold.side != "decode":
             attempt.prefill = None
-            self.retry(request, f"{hold.side}_lost", "engine_failed", text)
+            begun = hold.side == "local" or attempt.offer is not None
+            self.retry(request, f"{hold.side}_lost", "engine_failed", text, costs=begun, loss=True)
             return
         attempt.decode = None
         if attempt.joined:
-            self.retry(request, "decode_lost", "engine_failed", text)
+            self.retry(request, "decode_lost", "engine_failed", text, loss=True)
         elif hold.sent:
             self._pull_again(request, "decode_lost", "engine_failed", text)
 
@@ -108,6 +111,21 @@ class Recovery:
         books.tally.fault(books.now_s, "quarantine", f"{instance.name}: {reason}; no work for {pause_s:g} s")
         books.say(Quarantine(instance=instance.name, until_s=until_s, reason=reason))
         books.wake_for_room(until_s)
+
+    def _spare_the_last(self, like: Instance) -> None:
+        """A quarantine must not take away the last instance of a role: a flapping one is better than none."""
+        books = self._books
+        alike = [
+            instance
+            for instance in books.cluster.of_model(like.hello.model)
+            if instance.hello.role == like.hello.role and instance.healthy and not instance.draining
+        ]
+        if alike and not any(instance.usable(books.now_s) for instance in alike):
+            for instance in alike:
+                instance.quarantined_until_s = books.now_s
+                books.tally.fault(
+                    books.now_s, "quarantine", f"{instance.name}: back, nothing else is {like.hello.role}"
+                )
 
     def link_down(self, event: LinkDown) -> None:
         books = self._books
@@ -238,14 +256,20 @@ class Recovery:
         self.retry(request, "no_decode", "no_instance", "no decode instance is left for it")
         return True
 
-    def retry(self, request: Request, reason: str, code: str, text: str, *, costs: bool = True) -> None:
-        """Gives the running attempt up for a new one; ends the request when it has cost too many."""
+    def retry(
+        self, request: Request, reason: str, code: str, text: str, *, costs: bool = True, loss: bool = False
+    ) -> None:
+        """Gives the running attempt up for a new one; ends the request when it has cost too many attempts or, with
+        `loss`, instances."""
         books = self._books
         books.drop_attempt(request, reason)
         if costs:
-            request.failures.append(text)
-            if len(request.failures) > books.policy.retry_budget:
-                message = f"gave up after {request.attempts} attempts: {'; '.join(request.failures)}"
+            spent, budget = (
+                (request.losses, books.policy.loss_budget) if loss else (request.failures, books.policy.retry_budget)
+            )
+            spent.append(text)
+            if len(spent) > budget:
+                message = f"gave up after {request.attempts} attempts: {'; '.join(spent)}"
                 books.end(request, State.FAILED, code, message)
                 return
         books.tally.retries[reason] += 1

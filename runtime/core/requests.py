@@ -69,6 +69,7 @@ class Request:
         "deadline",
         "failures",
         "journal",
+        "losses",
         "model",
         "rejects",
         "state",
@@ -84,6 +85,7 @@ class Request:
         self.attempt: Attempt | None = None
         self.attempts = 0
         self.failures: list[str] = []
+        self.losses: list[str] = []
         self.transfer_failures = 0
         self.rejects = 0
         self.avoid: dict[str, float] = {}

@@ -4,8 +4,8 @@ It schedules, allocates and moves KV like a real engine. Each token leaves value
 and its position, and the next token is a function of all that the sequence's blocks hold: KV that is missing,
 stale or in the wrong place gives other tokens.
 
-What holds a sequence is read whole once; from then on only its last block and, in turn, one of those before it are
-read again, so that a step costs the same however long its sequences are.
+A sequence's KV is read whole once; from then on only its last block and, in turn, one of those before it are read
+again, so that a step costs the same however long its sequences are.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from trtpd.kv_transfer.pool import SharedPool
 from trtpd.runtime.engine.executor import DrawAt, Piece
 from trtpd.runtime.engine.group import Follower, Loaded, alone, check_group, follow, lead
 from trtpd.runtime.engine.ranks import Array, Ranks
-from trtpd.runtime.engine.sampling import Draw
+from trtpd.runtime.engine.sampling import Draw, mix
 from trtpd.runtime.engine.shell import ScheduledEngine
 from trtpd.runtime.engine.steps import Step
 
@@ -249,12 +249,3 @@ def draw_all(
         log_prob = math.log(((word >> 11) + 1) * 2.0**-53)
         draws.append(Draw(word % vocab_size, log_prob if at.sampling.log_probs else None))
     return draws
-
-
-def mix(words: U64) -> U64:
-    """A well-mixed 64-bit word for each word (the finaliser of splitmix64)."""
-    words = words + np.uint64(0x9E3779B97F4A7C15)
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: U64 = words ^ (words >> np.uint64(31))
-    return mixed

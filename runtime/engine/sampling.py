@@ -59,18 +59,18 @@ def uniform(seed: int, index: int, tokens: Ids) -> Floats:
     """Numbers in (0, 1), one per token, that depend on (seed, output index, token) alone: the finaliser of the
     SplitMix64 generator over a state set by the three."""
     words = tokens.astype(np.uint64)
-    words = _mix(words ^ np.uint64(_mixed(index)))
-    words = _mix(words ^ np.uint64(_mixed(seed)))
+    words = mix(words ^ np.uint64(_mixed(index)))
+    words = mix(words ^ np.uint64(_mixed(seed)))
     points: Floats = ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
     return points
 
 
 def _mixed(value: int) -> int:
-    return int(_mix(np.array([value & (2**64 - 1)], np.uint64))[0])
+    return int(mix(np.array([value & (2**64 - 1)], np.uint64))[0])
 
 
-def _mix(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Arithmetic is modulo 2**64, as uint64 arrays do it."""
+def mix(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """A well-mixed word for each word: SplitMix64's step. Arithmetic is modulo 2**64, as uint64 arrays do it."""
     words = words + _STRIDE
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

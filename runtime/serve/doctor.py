@@ -48,7 +48,7 @@ def examine() -> list[Check]:
         _triton(),
         _distribution("tokenizers", needed_for="text in and out"),
         _mpi(),
-        _distribution("nixl-cu12", needed_for="transfer over nixl (other hosts, RDMA)", extra="nixl", optional=True),
+        _nixl(),
         *_gpu(),
         _distribution("tensorrt_llm", needed_for="engine tensorrt_llm", extra="tensorrt-llm", optional=True),
         _distribution("tensorrt", needed_for="engine tensorrt_llm", extra="tensorrt-llm", optional=True),
@@ -139,6 +139,17 @@ def _distribution(name: str, *, needed_for: str, extra: str = "", optional: bool
     if not version and optional:
         mend += " (optional)"
     return Check(name=name, status=status, found=version or "not installed", needed_for=needed_for, mend=mend)
+
+
+def _nixl() -> Check:
+    version = version_of("nixl-cu12")
+    return Check(
+        name="nixl",
+        status="ok" if version else "missing",
+        found=version or "not installed",
+        needed_for="transfer over nixl (other hosts, RDMA)",
+        mend="" if version else "pip install --no-deps nixl-cu12==1.5.1 (optional; it needs no torch here)",
+    )
 
 
 def _gpu() -> list[Check]:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
-import signal
 from collections.abc import Iterable
-from pathlib import Path
 
 import msgspec
 import psutil
 
-PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None, use_errno=True)
+from trtpd.kv_transfer.pool_file import start_ticks
 
 
 class Identity(msgspec.Struct, frozen=True):
@@ -27,25 +23,10 @@ class Identity(msgspec.Struct, frozen=True):
         return start_ticks(self.pid) == self.start_ticks
 
 
-def start_ticks(pid: int) -> int | None:
-    """When the process began; None if there is none, or only its unreaped remains."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    fields = stat[stat.rindex(")") + 2 :].split()
-    return None if fields[0] in "ZX" else int(fields[19])
-
-
 def own_identity() -> Identity:
     ticks = start_ticks(os.getpid())
     assert ticks is not None, "a running process has a start time"
     return Identity(os.getpid(), ticks)
-
-
-def die_with_parent(signum: int = signal.SIGTERM) -> None:
-    """The kernel sends `signum` to this process when the THREAD that started it ends. Call it after fork."""
-    _LIBC.prctl(PR_SET_PDEATHSIG, signum, 0, 0, 0)
 
 
 def descendants(pid: int) -> list[psutil.Process]:

@@ -27,12 +27,11 @@ from trtpd.runtime.serve.request import check_size
 from trtpd.runtime.serve.rundir import note_stub
 from trtpd.runtime.serve.sinks import error_response
 from trtpd.runtime.serve.text import TextLayer
-from trtpd.runtime.serve.worker_process import WorkerCommand, WorkerProcess, worker_environment
+from trtpd.runtime.serve.worker_process import LOAD_TIMEOUT_S, WorkerCommand, WorkerProcess, worker_environment
 from trtpd.runtime.worker.local_client import LocalClient
 
 log = logging.getLogger(__name__)
 
-READY_TIMEOUT_S = 300.0
 REQUEST_TIMEOUT_S = 120.0
 DRAIN_S = 10.0
 STOP_GRACE_S = 5.0
@@ -56,7 +55,7 @@ class StageModel:
         self._gone: set[int] = set()
         self._emitter = Emitter(self._gone.add)
         self._calls = ThreadPoolExecutor(MAX_CALLS, thread_name_prefix="stage")
-        self._worker.start(READY_TIMEOUT_S)
+        self._worker.start(LOAD_TIMEOUT_S)
         self._emitter.start()
 
     def execute(self, requests: list[Any]) -> None:

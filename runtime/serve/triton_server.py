@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from trtpd.errors import ServeError
 from trtpd.runtime.serve import rundir
 from trtpd.runtime.serve.preflight import Ports
-from trtpd.runtime.serve.processes import descendants, die_with_parent, kill_all
+from trtpd.runtime.serve.processes import descendants, kill_all
 from trtpd.runtime.serve.server_package import ServerPackage
 from trtpd.runtime.serve.triton_http import KEY_HEADER
+from trtpd.runtime.worker.parent import signal_on_parents_death
 
 EXIT_TIMEOUT_S = 5
 
@@ -58,7 +61,7 @@ class TritonServer:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C at a terminal is for the launcher alone
-                preexec_fn=die_with_parent,
+                preexec_fn=partial(signal_on_parents_death, signal.SIGTERM),
             )
 
     def check(self) -> None:

@@ -21,18 +21,19 @@ from pathlib import Path
 
 import msgspec
 
-from trtpd.errors import EngineError, TrtpdError
+from trtpd.errors import EngineError, ServeError, TrtpdError
 from trtpd.kv_transfer.pool import sweep
-from trtpd.runtime.serve.processes import die_with_parent
 from trtpd.runtime.serve.rundir import tail
 from trtpd.runtime.worker.group import GroupFolder
 from trtpd.runtime.worker.link import report_death
 from trtpd.runtime.worker.mpirun import Hosts, Mpi, find_mpi, group_command, group_environment
+from trtpd.runtime.worker.parent import signal_on_parents_death
 
 log = logging.getLogger(__name__)
 
 BACKOFF_FIRST_S = 0.2
 BACKOFF_MAX_S = 5.0
+LOAD_TIMEOUT_S = 300.0
 STEADY_S = 30.0
 """A worker that ran this long is restarted without delay when it dies."""
 SIGNAL_S = 2.0
@@ -168,30 +169,45 @@ class WorkerProcess:
         backoff_s = 0.0
         while not self._stopping.wait(backoff_s):
             began_s = time.monotonic()
-            life = self._spawn()
-            generation = self._await_ready(life.process)
-            code = life.process.wait()
-            life.clear_away()
+            generation, why = self._live()
             with self._changed:
                 self._ready, self._life = None, None
                 self._deaths += 1
                 self._changed.notify_all()
             if self._stopping.is_set():
                 return
-            log.error("%s: its worker ended with code %d; starting it again", self._command.instance, code)
+            log.error("%s: %s; starting it again", self._command.instance, why)
             if generation is not None:
-                self._report(generation, f"its process ended with code {code}")
+                self._report(generation, why)
             steady = time.monotonic() - began_s > STEADY_S
             backoff_s = BACKOFF_FIRST_S if steady else min(BACKOFF_MAX_S, max(BACKOFF_FIRST_S, 2 * backoff_s))
 
-    def _spawn(self) -> Life:
+    def _live(self) -> tuple[str | None, str]:
+        """One life of the worker: its generation if it came to serve, and how it ended."""
+        try:
+            life = self._spawn()
+        except (ServeError, OSError) as error:
+            with self._command.log_path.open("a") as log_file:
+                print(f"{self._command.instance} ERROR {error}", file=log_file)
+            return None, f"it can't be started ({error})"
+        if life is None:
+            return None, "stopping"
+        generation = self._await_ready(life.process)
+        code = life.process.wait()
+        life.clear_away()
+        return generation, f"its process ended with code {code}"
+
+    def _spawn(self) -> Life | None:
+        """None once stopping: whoever stops has looked for a life already, or will find this one."""
         command, environment, group = self._command, self._environment, None
         argv = command.argv()
-        if self._mpi is not None:
-            group = GroupFolder.make(command.instance, command.ranks)
-            environment = group_environment(environment, group.path)
-            argv = command.group_argv(self._mpi, group.path, environment)
         with self._changed, command.log_path.open("ab") as log_file:
+            if self._stopping.is_set():
+                return None
+            if self._mpi is not None:
+                group = GroupFolder.make(command.instance, command.ranks)
+                environment = group_environment(environment, group.path)
+                argv = command.group_argv(self._mpi, group.path, environment)
             process = subprocess.Popen(
                 argv,
                 env=environment,
@@ -205,7 +221,16 @@ class WorkerProcess:
             return self._life
 
     def _await_ready(self, process: subprocess.Popen[bytes]) -> str | None:
-        """Its generation once it serves; None if it ends before."""
+        """Its generation once it serves; None if it ends before. One that takes longer than LOAD_TIMEOUT_S is ended."""
+        too_long = threading.Timer(LOAD_TIMEOUT_S, process.kill)
+        too_long.daemon = True
+        too_long.start()
+        try:
+            return self._read_ready(process)
+        finally:
+            too_long.cancel()
+
+    def _read_ready(self, process: subprocess.Popen[bytes]) -> str | None:
         assert process.stdout is not None
         for line in process.stdout:
             try:
@@ -252,7 +277,7 @@ def _last_words(log_path: Path) -> str:
 
 
 def _worker_preexec() -> None:
-    die_with_parent(signal.SIGKILL)
+    signal_on_parents_death(signal.SIGKILL)
     # A stub ignores or blocks signals its worker must get.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     for signum in (signal.SIGTERM, signal.SIGINT):

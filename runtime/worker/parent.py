@@ -13,16 +13,20 @@ from trtpd.errors import ServeError
 
 PR_SET_PDEATHSIG = 1
 HARD_STOP_S = 20.0
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def signal_on_parents_death(signum: int) -> None:
+    """Has the kernel send `signum` to this process when the THREAD that started it ends; may be called between fork
+    and exec. Raises ServeError if the kernel refuses."""
+    if _LIBC.prctl(PR_SET_PDEATHSIG, signum, 0, 0, 0) != 0:
+        raise ServeError(f"prctl(PR_SET_PDEATHSIG) failed: {os.strerror(ctypes.get_errno())}")
 
 
 def die_with_parent(parent_pid: int, signum: int = signal.SIGTERM) -> None:
-    """Has the kernel send `signum` to this process when the thread that started it ends.
-
-    Raises ServeError if the parent is gone already or the kernel refuses.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, signum, 0, 0, 0) != 0:
-        raise ServeError(f"prctl(PR_SET_PDEATHSIG) failed: {os.strerror(ctypes.get_errno())}")
+    """`signum` to this process when the thread that started it ends. Raises ServeError if the parent is gone already or
+    the kernel refuses."""
+    signal_on_parents_death(signum)
     if os.getppid() != parent_pid:
         raise ServeError("the process that started this worker has ended")
 

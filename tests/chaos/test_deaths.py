@@ -25,7 +25,8 @@ def generation_of(status: dict, instance: str) -> str:
     return status["instances"][instance]["generation"]
 
 
-def test_a_stream_survives_the_death_of_its_decode_worker(pair: Server, golden: dict) -> None:
+@pytest.mark.parametrize("victim", ["worker", "stub"])
+def test_a_stream_survives_the_death_of_its_decode_instance(pair: Server, golden: dict, victim: str) -> None:
     entry = golden["prompts"]["story"]
     before = healthy(pair)
     killed: list[str] = []
@@ -34,12 +35,21 @@ def test_a_stream_survives_the_death_of_its_decode_worker(pair: Server, golden: 
         if tokens >= 10 and not killed:
             busy = [n for n, i in pair.status()["instances"].items() if i["role"] == "decode" and i["requests"]]
             killed.extend(busy[:1])
-            os.kill(pair.worker_pid(killed[0]), signal.SIGKILL)
+            pid_of = pair.worker_pid if victim == "worker" else pair.stub_pid
+            os.kill(pid_of(killed[0]), signal.SIGKILL)
 
-    answer = ask(pair, text_input=entry["text_input"], max_tokens=64, exclude_input_in_output=True, on_tokens=kill)
+    answer = ask(
+        pair,
+        text_input=entry["text_input"],
+        max_tokens=64,
+        return_log_probs=True,
+        exclude_input_in_output=True,
+        on_tokens=kill,
+    )
     assert answer.error is None
     assert answer.ids == entry["output_ids"]
     assert answer.text == entry["text_output"]
+    assert answer.log_probs == pytest.approx(entry["log_probs"], abs=2e-3)
     assert len(killed) == 1
     assert len(answer.timeline["attempts"]) == 2
     after = healthy(pair)

@@ -12,6 +12,8 @@ def pairs() -> Iterator[Callable[..., Pair]]:
     made: list[Pair] = []
 
     def make(transport: str = "shm", **options: object) -> Pair:
+        if transport == "nixl":
+            pytest.importorskip("nixl_cu12")
         made.append(make_pair(transport, **options))  # type: ignore[arg-type]
         return made[-1]
 

@@ -11,7 +11,7 @@ from trtpd_testing.kv import LAYOUT
 from trtpd.errors import InternalError, LayoutError, TransferError
 from trtpd.kv_transfer.offer import Chunk, Seal
 
-TRANSPORTS = ["shm", "memory", "tcp"]
+TRANSPORTS = ["shm", "memory", "tcp", "nixl"]
 KEY = (1, 1)
 OF, TO = [3, 4, 9, 1], [5, 6, 7, 2]
 TOKENS = 14  # three whole blocks and half of one

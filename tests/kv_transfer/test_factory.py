@@ -5,7 +5,7 @@ import pytest
 from trtpd_testing.kv import LAYOUT, fill_group, make_group
 
 from trtpd.errors import InternalError, TransferError
-from trtpd.kv_transfer import host, shm, tcp
+from trtpd.kv_transfer import host, nixl, shm, tcp
 from trtpd.kv_transfer.base import TransferSettings
 from trtpd.kv_transfer.factory import TRANSPORTS, make_sink, make_source, transport, transports_of
 
@@ -39,7 +39,8 @@ def make():
 def outside(monkeypatch):
     """This host has an address that is not loopback, and listens on loopback for it."""
     monkeypatch.setattr(host, "_addresses", lambda: [("127.0.0.1", "lo"), ("10.1.2.3", "eth0")])
-    monkeypatch.setattr(tcp, "data_address", lambda settings: "127.0.0.1")
+    for module in (tcp, nixl):
+        monkeypatch.setattr(module, "data_address", lambda settings: "127.0.0.1")
 
 
 def pulled(source, sink, offer):

@@ -5,19 +5,20 @@ import subprocess
 import sys
 import textwrap
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from trtpd_testing.kv import LAYOUT, fill_group, leftovers, make_group, whole
-from trtpd_testing.kv_process import SourceProcess
+from trtpd_testing.kv_process import SinkProcess, SourceProcess
 
-from trtpd.kv_transfer import pace, tcp_link
+from trtpd.kv_transfer import nixl_link, pace, tcp_link
 from trtpd.kv_transfer.pool import sweep
 
 OF, TO = [3, 4, 9, 1], [5, 6, 7, 2]
 TOKENS = 14
-TRANSPORTS = ["shm", "tcp"]
-NETWORKED = ["tcp"]
+TRANSPORTS = ["shm", "tcp", "nixl"]
+NETWORKED = ["tcp", "nixl"]
 
 
 @pytest.fixture(params=TRANSPORTS)
@@ -31,7 +32,7 @@ def pair(pairs, transport):
 
 
 @pytest.fixture
-def other(transport):
+def other(pair, transport):
     with SourceProcess(transport) as process:
         yield process
     sweep()
@@ -121,7 +122,8 @@ def test_a_source_that_stood_still_for_a_while_only_makes_the_pull_late(pair, ot
 @pytest.mark.parametrize("transport", NETWORKED)
 def test_a_source_that_stands_still_too_long_ends_the_pull_in_bounded_time(pair, other, monkeypatch):
     monkeypatch.setattr(pace, "SLACK_S", 0.3)
-    monkeypatch.setattr(tcp_link, "ANSWER_S", 0.3)
+    for link in (tcp_link, nixl_link):
+        monkeypatch.setattr(link, "ANSWER_S", 0.3)
     offer = other.offer(TOKENS, OF)
     pair.sink.begin(offer, TO)
     seal = other.seal()
@@ -134,6 +136,7 @@ def test_a_source_that_stands_still_too_long_ends_the_pull_in_bounded_time(pair,
     other.go_on()
     threading.Event().wait(0.3)
     assert np.array_equal(whole(pair.sink_pools), before)  # what comes late touches no block
+    assert other.process.poll() is None
 
 
 @pytest.mark.parametrize("transport", NETWORKED)
@@ -151,6 +154,7 @@ def test_a_pull_from_a_source_that_stands_still_is_aborted_at_once_and_nothing_a
     other.go_on()
     threading.Event().wait(0.3)
     assert np.array_equal(whole(pair.sink_pools), before)
+    assert other.process.poll() is None
 
 
 @pytest.mark.parametrize("transport", NETWORKED)
@@ -166,6 +170,26 @@ def test_one_source_that_hangs_holds_up_no_other(pairs, pair, other, transport):
     pair.seal(offer)
     assert (result := pair.result()).key == (2, 2)
     assert result.error is None
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_sink_killed_while_it_pulls_does_its_source_no_harm(pairs, transport, stopped):
+    layout = replace(LAYOUT, num_layers=8, head_dim=1024, tokens_per_block=16)  # 25 MB in 16 blocks
+    pair = pairs(transport, layout=layout, still=False)
+    offer = pair.source.offer((1, 1), prompt_tokens=16 * 16, blocks=list(range(16)))
+    seal = pair.source.seal((1, 1), first_token=0, first_log_prob=None, seed=0)
+    with SinkProcess(transport, layout) as sink:
+        assert sink.pull(offer, seal) is None
+        threading.Event().wait(0.1)
+        if stopped:
+            sink.stop()
+            threading.Event().wait(0.1)
+        sink.kill()
+    sweep()
+    pair.sink.begin(offer, list(range(16)))
+    pair.sink.sealed(seal)
+    assert pair.result().error is None
+    assert pair.source.end((1, 1))
 
 
 def test_a_peer_that_restarted_gets_a_new_start(pair, other, transport):

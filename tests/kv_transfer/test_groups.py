@@ -17,7 +17,7 @@ from trtpd.kv_transfer.ranks import RankPools
 KEY = (1, 1)
 OF, TO = [3, 4, 5, 1], [5, 6, 7, 2]
 TOKENS = 14
-NETWORKED = ["tcp"]
+NETWORKED = ["tcp", "nixl"]
 SPLITS = st.tuples(st.sampled_from((1, 2, 3, 4, 8)), st.integers(1, 3))
 
 

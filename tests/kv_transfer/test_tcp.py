@@ -10,19 +10,19 @@ from trtpd_testing.kv import LAYOUT, make_group
 
 from trtpd.errors import PeerGoneError, TransferError
 from trtpd.kv_transfer import tcp_server
+from trtpd.kv_transfer.asks import Check, Open, Renew
 from trtpd.kv_transfer.base import TransferSettings
-from trtpd.kv_transfer.tcp import TcpSource, data_address
+from trtpd.kv_transfer.grants import Grants
+from trtpd.kv_transfer.host import data_address
+from trtpd.kv_transfer.tcp import TcpSource
 from trtpd.kv_transfer.tcp_link import TcpLink
-from trtpd.kv_transfer.tcp_server import Grants, spans_of
+from trtpd.kv_transfer.tcp_server import spans_of
 from trtpd.kv_transfer.tcp_wire import (
     ANSWER_BYTES,
     GREETING_BYTES,
     LENGTH,
     MAGIC,
-    Check,
-    Open,
     Read,
-    Renew,
     TcpAddress,
     mac_of,
     pack_request,

@@ -260,7 +260,7 @@ def test_a_link_that_is_down_is_avoided_for_a_while() -> None:
 
 
 def test_an_instance_lost_again_and_again_is_quarantined_longer_each_time() -> None:
-    rig = Rig(mixed(), policy=Policy(flap_losses=3, flap_window_s=60.0, quarantine_s=15.0))
+    rig = Rig(mixed(), mixed("m1"), policy=Policy(flap_losses=3, flap_window_s=60.0, quarantine_s=15.0))
     pauses = []
     for life in range(2, 8):
         said = rig.lost("m0")
@@ -268,9 +268,38 @@ def test_an_instance_lost_again_and_again_is_quarantined_longer_each_time() -> N
         rig.now_s += 1.0
         rig.hello("m0", str(life))
     assert pauses == [15.0, 30.0]
-    assert rig.arrive() == []
+    assert {only(rig.arrive(n), Submit).instance for n in range(1, 5)} == {"m1"}
     rig.now_s += 30.0
-    assert only(rig.tell(Tick()), Submit).instance == "m0"
+    assert only(rig.arrive(5), Submit).instance == "m0"
+
+
+def test_a_flapping_instance_serves_while_it_is_the_last_of_its_role() -> None:
+    rig = Rig(mixed(), mixed("m1"), policy=Policy(flap_losses=2, flap_window_s=60.0, quarantine_s=15.0))
+    for life in range(2, 4):
+        rig.lost("m0")
+        rig.hello("m0", str(life))
+    rig.lost("m1")
+    assert only(rig.arrive(), Submit).instance == "m0"
+    rig.lost("m0")
+    assert only(rig.hello("m0", "9"), Submit).instance == "m0"
+
+
+def test_a_prefill_lost_before_it_began_a_request_costs_the_request_nothing() -> None:
+    rig = Rig(prefill(), decode(), policy=Policy(retry_budget=0, loss_budget=0))
+    rig.arrive()
+    again = only(rig.lost("p0"), Submit)
+    assert (again.instance, again.attempt) == ("d0", 2)
+
+
+def test_a_request_that_outlives_too_many_instances_ends() -> None:
+    rig = Rig(mixed(), policy=Policy(retry_budget=0, loss_budget=2, flap_losses=99))
+    rig.arrive()
+    for life in range(2, 4):
+        rig.lost("m0")
+        assert only(rig.hello("m0", str(life)), Submit).attempt == life
+    finish = only(rig.lost("m0"), Finish)
+    assert (finish.state, finish.reason) == ("failed", "engine_failed")
+    assert "m0 was lost" in finish.message
 
 
 def test_losses_far_apart_or_planned_put_nobody_in_quarantine() -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from trtpd.kv_transfer.pool_file import start_ticks
 from trtpd.runtime.serve import rundir
-from trtpd.runtime.serve.processes import Identity, own_identity, start_ticks
+from trtpd.runtime.serve.processes import Identity, own_identity
 
 
 @pytest.fixture

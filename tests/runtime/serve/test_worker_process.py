@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -101,6 +102,35 @@ def test_a_worker_that_is_never_ready_is_given_up(keep, reported):
     worker = keep("import time; time.sleep(99)")
     with pytest.raises(EngineError, match=r"not ready within 0\.3 s"):
         worker.start(0.3)
+
+
+def test_a_worker_that_comes_back_and_is_never_ready_is_ended_and_started_again(keep, reported, monkeypatch, tmp_path):
+    mark = tmp_path / "second"
+    hang = f"import os,time; p={str(mark)!r}; first=os.path.exists(p+'0'); open(p+'0','w').close();"
+    hang += "first and not os.path.exists(p) and (open(p,'w').close(), time.sleep(99));"
+    worker = keep(hang + SERVE)
+    first = worker.start(WAIT_S)
+    monkeypatch.setattr("trtpd.runtime.serve.worker_process.LOAD_TIMEOUT_S", 0.5)
+    os.kill(int(first.generation[1:]), signal.SIGKILL)
+    until(mark.exists)
+    monkeypatch.setattr("trtpd.runtime.serve.worker_process.LOAD_TIMEOUT_S", WAIT_S)
+    until(lambda: worker.ready not in (first, None))
+
+
+def test_a_stop_in_the_instant_before_a_start_starts_nothing(keep, reported):
+    worker = keep(SERVE)
+    spawn = worker._spawn
+
+    def late():
+        assert worker._stopping.wait(WAIT_S)
+        return spawn()
+
+    worker._spawn = late
+    worker._keeper.start()
+    stopping = threading.Thread(target=worker.stop, kwargs={"grace_s": 1.0}, daemon=True)
+    stopping.start()
+    stopping.join(WAIT_S)
+    assert not stopping.is_alive()
 
 
 def test_chatter_before_the_ready_line_is_no_answer(keep, reported):

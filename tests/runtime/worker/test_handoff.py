@@ -7,6 +7,7 @@ import tempfile
 import threading
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -30,7 +31,7 @@ KV_BLOCKS = 192
 class Pair:
     """prefill_0 and decode_0 in threads of this process, and one router at a time."""
 
-    def __init__(self, *, path: str = "auto", **costs: float) -> None:
+    def __init__(self, *, path: str = "auto", **costs: Any) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="tw-"))
         self.address = f"ipc://{self.folder}/router"
         build = write_build(self.folder / "build", "prefill", "decode", kv_blocks=KV_BLOCKS, path=path, **costs)
@@ -109,6 +110,7 @@ def test_a_moved_request_gets_the_tokens_of_one_engine_alone(pair, sampling):
     (moved,) = pair.router.of(KEY, core.TransferDone)
     assert moved.bytes_moved >= len(PROMPT) * 2 * 2 * 2 * 8 * 4
     assert moved.path == "shm"
+    pair.router.until(pair.settled)
 
 
 @pytest.mark.parametrize("path", [name for name in TRANSPORTS if name != "shm"])

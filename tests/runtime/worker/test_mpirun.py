@@ -8,12 +8,14 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from trtpd.errors import EngineError
 from trtpd.kv_transfer.pool_file import SHM_DIR, start_ticks
 from trtpd.runtime.worker import group
+from trtpd.runtime.worker.board import Board
 from trtpd.runtime.worker.mpirun import Mpi, find_mpi, group_command, group_environment
 
 MPI = Mpi(mpirun=Path("/mpi/bin/mpirun"), version="5.0.11")
@@ -21,7 +23,7 @@ FOLDER = Path("/dev/shm/trtpd-mpi.1.2.decode_0")
 
 
 def command(**changes) -> list[str]:
-    given = {"ranks": 2, "folder": FOLDER, "environment": {"PATH": "/bin"}} | changes
+    given: dict[str, Any] = {"ranks": 2, "folder": FOLDER, "environment": {"PATH": "/bin"}} | changes
     return group_command(MPI, "/venv/bin/python", ["-m", "trtpd.runtime.worker", "--x"], **given)
 
 
@@ -133,7 +135,7 @@ def test_folders_of_dead_keepers_are_swept_and_those_of_live_ones_kept():
 def test_ranks_that_are_left_are_killed_and_others_with_their_pid_are_not():
     folder = group.GroupFolder.make("kill-test", 2)
     rank, other = (subprocess.Popen(["sleep", "60"]) for _ in range(2))
-    rows = group.Board(folder.path / "board")._rows
+    rows = Board(folder.path / "board")._rows
     rows[0, :2] = rank.pid, start_ticks(rank.pid)
     rows[1, :2] = other.pid, 1
     assert folder.alive() == [rank.pid]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,7 +39,7 @@ class Looks:
         return None
 
 
-def group(size: int = 3, **changes: object) -> list[RankState]:
+def group(size: int = 3, **changes: Any) -> list[RankState]:
     return [replace(IDLE, rank=rank, pid=100 + rank, **changes) for rank in range(size)]
 
 

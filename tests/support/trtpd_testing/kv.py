@@ -14,6 +14,7 @@ from trtpd.errors import TransferError
 from trtpd.kv_transfer.base import KVSink, KVSource, PullResult, TransferSettings
 from trtpd.kv_transfer.layout import KVLayout
 from trtpd.kv_transfer.memory import MemorySink, MemorySource
+from trtpd.kv_transfer.nixl import NixlSink, NixlSource
 from trtpd.kv_transfer.offer import Offer
 from trtpd.kv_transfer.pool import Array, SharedPool
 from trtpd.kv_transfer.pool_file import PREFIX, SHM_DIR
@@ -25,9 +26,10 @@ from trtpd.kv_transfer.tcp import TcpSink, TcpSource
 LAYOUT = KVLayout(num_layers=2, kv_heads=3, head_dim=8, tokens_per_block=4, dtype="f32")
 BLOCKS = 16
 NAMES = itertools.count()
-ENDS: dict[str, tuple[type[ShmSource | TcpSource], type[ShmSink | TcpSink]]] = {
+ENDS: dict[str, tuple[type[ShmSource | TcpSource | NixlSource], type[ShmSink | TcpSink | NixlSink]]] = {
     "shm": (ShmSource, ShmSink),
     "tcp": (TcpSource, TcpSink),
+    "nixl": (NixlSource, NixlSink),
 }
 
 
