@@ -61,7 +61,8 @@ class BuildResult:
             lines.append(
                 f"{plan.role}: {words[plan.action]} ({config.engine}, {config.precision} weights, {layout.dtype} KV "
                 f"in {profile.kv_blocks} blocks of {layout.tokens_per_block}, steps of {profile.max_step_tokens} "
-                f"tokens, batch {profile.max_batch}, {instances} instance{'' if instances == 1 else 's'})"
+                f"tokens, batch {profile.max_batch}, {instances} instance{'' if instances == 1 else 's'}"
+                f"{f' of {config.tp} ranks' if config.tp > 1 else ''})"
             )
         return "\n".join([*lines, *self.steps])
 

@@ -125,21 +125,12 @@ def _tokens_per_block(deployment: Deployment, machine: Machine) -> Iterator[Find
 
 
 def _tp(deployment: Deployment, machine: Machine) -> Iterator[Finding]:
-    limit, heads = ENGINES[deployment.engine].max_tp, deployment.architecture.num_attention_heads
+    heads = deployment.architecture.num_attention_heads
     for role in deployment.roles:
-        where = f"pools.{role.role}.tp"
-        if limit is not None and role.tp > limit:
-            yield error(
-                "tp_unsupported",
-                where,
-                (role.tp, limit),
-                f"is {role.tp}; {deployment.engine} engines have at most {limit} in this version",
-                f"set it to {limit} and raise instances instead",
-            )
-        if role.tp > heads:
+        if ENGINES[deployment.engine].has_weights and role.tp > heads:
             yield error(
                 "tp_heads",
-                where,
+                f"pools.{role.role}.tp",
                 (role.tp, heads),
                 f"is {role.tp}, but the model has {heads} attention heads to share out",
                 f"set it to {heads} or less",
@@ -247,7 +238,7 @@ def _room(deployment: Deployment, machine: Machine) -> Iterator[Finding]:
         return
     pools = sum(len(role.instances) * role.pool_bytes for role in deployment.roles)
     weights = sum(
-        len(role.instances) * weights_bytes(deployment.engine, deployment.architecture, role.precision)
+        len(role.instances) * weights_bytes(deployment.engine, deployment.architecture, role.precision, role.tp)
         for role in deployment.roles
     )
     mend = "lower kv_tokens or the number of instances"

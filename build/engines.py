@@ -20,14 +20,13 @@ EngineName = Literal["openvino", "tensorrt_llm", "emulated"]
 class EngineRules:
     """`kv_dtypes` maps each KV dtype to the CPU feature it needs (None: none). `tokens_per_block` None: any.
 
-    `max_tp` None: no bound. `pool_tokens` is the size of a KV pool that nobody asked otherwise; an engine that
-    isn't on the CPU sizes it by its GPU.
+    `pool_tokens` is the size of a KV pool that nobody asked otherwise; an engine that isn't on the CPU sizes it by
+    its GPU.
     """
 
     kv_dtypes: Mapping[KVDtype, str | None]
     tokens_per_block: tuple[int, ...] | None
     default_tokens_per_block: int
-    max_tp: int | None
     pool_tokens: int
     has_weights: bool = True
     on_cpu: bool = True
@@ -42,14 +41,12 @@ ENGINES: dict[EngineName, EngineRules] = {
         kv_dtypes={"f32": None, "bf16": "bf16", "f16": "fp16"},
         tokens_per_block=(32,),
         default_tokens_per_block=32,
-        max_tp=1,
         pool_tokens=16_384,
     ),
     "tensorrt_llm": EngineRules(
         kv_dtypes={"f32": None, "bf16": None, "f16": None, "fp8": None},
         tokens_per_block=(16, 32, 64, 128),
         default_tokens_per_block=32,
-        max_tp=None,
         pool_tokens=1_048_576,
         on_cpu=False,
         models=ALL_FAMILIES,
@@ -59,7 +56,6 @@ ENGINES: dict[EngineName, EngineRules] = {
         kv_dtypes={"f32": None, "bf16": None, "f16": None},
         tokens_per_block=None,
         default_tokens_per_block=16,
-        max_tp=None,
         pool_tokens=131_072,
         has_weights=False,
         emulated_layout=KVLayout(num_layers=2, kv_heads=2, head_dim=16, tokens_per_block=16, dtype="f32"),
@@ -83,6 +79,13 @@ def engine_layout(
     )
 
 
+def pool_bytes(layout: KVLayout, blocks: int) -> int:
+    """Shared memory that one instance's KV pools take, all ranks together; a head that several ranks hold counts for
+    each."""
+    held = sum(len(layout.rank_heads(rank)) for rank in range(layout.tp))
+    return blocks * layout.tokens_per_block * layout.bytes_per_token // layout.kv_heads * held
+
+
 def engine_architecture(engine: EngineName, architecture: Architecture) -> Architecture:
     """The architecture an engine computes: the model's own, or one just as large as an emulated KV layout."""
     layout = ENGINES[engine].emulated_layout
@@ -100,8 +103,8 @@ def engine_architecture(engine: EngineName, architecture: Architecture) -> Archi
     )
 
 
-def weights_bytes(engine: EngineName, architecture: Architecture, precision: Precision) -> int:
-    """About how much memory one instance's weights take."""
+def weights_bytes(engine: EngineName, architecture: Architecture, precision: Precision, tp: int) -> int:
+    """About how much memory one instance's weights take, all ranks together."""
     if not ENGINES[engine].has_weights:
         return 0
     a = architecture
@@ -113,4 +116,4 @@ def weights_bytes(engine: EngineName, architecture: Architecture, precision: Pre
         return a.num_hidden_layers * layer * WEIGHT_BYTES[precision] + 2 * embedding * max(2, WEIGHT_BYTES[precision])
     heads = 1 if not a.tie_word_embeddings or precision == "int8" else 0
     linear = (a.num_hidden_layers * layer + heads * embedding) * WEIGHT_BYTES[precision]
-    return linear + embedding * max(2, WEIGHT_BYTES[precision])
+    return linear + tp * embedding * max(2, WEIGHT_BYTES[precision])

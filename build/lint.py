@@ -8,6 +8,7 @@ from typing import cast, get_args
 
 from trtpd.build import lint_tensorrt_llm
 from trtpd.build.backends import backend_of
+from trtpd.build.backends.openvino import weights_file
 from trtpd.build.backends.tensorrt_llm.engine_dir import is_engine_dir
 from trtpd.build.checkpoint import Checkpoint, has_weights, open_architecture, open_checkpoint
 from trtpd.build.checks import Deployment, Finding, check, error, warning
@@ -134,7 +135,7 @@ def _lint_engines(
         yield from _fingerprints(manifest, entry.directory, entry.fingerprint, config)
         yield from _loadable(entry.directory, config)
         if engine == "tensorrt_llm":
-            yield from _content(build / entry.directory, entry.directory)
+            yield from _content(build / entry.directory, entry.directory, config)
         elif ENGINES[cast(EngineName, engine)].has_weights:
             yield from _weights(build / entry.directory, entry.directory, config)
     if engine == "tensorrt_llm":
@@ -214,15 +215,15 @@ def _loadable(where: str, config: EngineConfig) -> Iterator[Finding]:
         )
 
 
-def _content(directory: Path, where: str) -> Iterator[Finding]:
+def _content(directory: Path, where: str, config: EngineConfig) -> Iterator[Finding]:
     backend = backend_of("tensorrt_llm")
-    if backend is not None and backend.found_key(directory) is None:
+    if backend is not None and backend.found_key(directory, config) is None:
         yield _broken(where, f"{directory}: a file of its engine or model is missing or has another size")
 
 
 def _weights(directory: Path, where: str, config: EngineConfig) -> Iterator[Finding]:
     for rank in range(config.tp):
         try:
-            TensorFile(directory / f"rank{rank}.safetensors")
+            TensorFile(directory / weights_file(rank))
         except CheckpointError as error:
             yield _broken(where, str(error))

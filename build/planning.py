@@ -141,7 +141,7 @@ def _plan_role(
 ) -> RolePlan:
     if former is not None:
         directory = former.folder / config.role
-        whole = backend is None or backend.found_key(directory) == weights
+        whole = backend is None or backend.found_key(directory, config) == weights
         if whole and _fingerprint(former, config.role) == config.fingerprint:
             return RolePlan(config=config, action="keep", weights=weights)
     if backend is not None:
@@ -149,7 +149,7 @@ def _plan_role(
             if plan.weights == weights:
                 return RolePlan(config=config, action="link", weights=weights, linked_role=plan.role, from_new=True)
         for role in ROLES if former is not None else ():
-            if former is not None and backend.found_key(former.folder / role) == weights:
+            if former is not None and backend.found_key(former.folder / role, config) == weights:
                 return RolePlan(config=config, action="link", weights=weights, linked_role=role)
     return RolePlan(config=config, action="write", weights=weights)
 

@@ -8,7 +8,14 @@ from typing import Any
 
 from trtpd.build import gpu_roles
 from trtpd.build.backends.tensorrt_llm.settings import natural_kv_dtype
-from trtpd.build.engines import ENGINES, EngineName, engine_architecture, engine_layout, weights_bytes
+from trtpd.build.engines import (
+    ENGINES,
+    EngineName,
+    engine_architecture,
+    engine_layout,
+    pool_bytes,
+    weights_bytes,
+)
 from trtpd.build.machine import Machine
 from trtpd.build.manifest import Architecture, Precision, RoleName, RoleProfile, TensorRTConfig
 from trtpd.build.roles import MeasureStep, RoleRoom, RoleWishes, profile_for, split_cores
@@ -34,8 +41,8 @@ class ResolvedRole:
 
     @property
     def pool_bytes(self) -> int:
-        """Shared memory one instance's KV pool takes."""
-        return self.profile.kv_blocks * self.layout.tokens_per_block * self.layout.bytes_per_token
+        """Shared memory one instance's KV pools take."""
+        return pool_bytes(self.layout, self.profile.kv_blocks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,13 +194,15 @@ def _room_tokens(
         }
     wanted = max(rules.pool_tokens, spec.kv.max_seq_tokens or 0)
     weights = sum(
-        pool.instances * weights_bytes(spec.engine, architecture, precisions[role]) for role, pool in pools.items()
+        pool.instances * weights_bytes(spec.engine, architecture, precisions[role], pool.tp)
+        for role, pool in pools.items()
     )
     budget = min(_SHM_SHARE * machine.shm_bytes, _MEMORY_SHARE * max(0, machine.memory_bytes - weights))
-    asked = sum(pool.instances * (pool.kv_tokens or 0) * layouts[role].bytes_per_token for role, pool in pools.items())
+    token_bytes = {role: pool_bytes(layout, 1) // layout.tokens_per_block for role, layout in layouts.items()}
+    asked = sum(pool.instances * (pool.kv_tokens or 0) * token_bytes[role] for role, pool in pools.items())
     sharing = sum(pool.instances for pool in pools.values() if pool.kv_tokens is None)
     share = max(0.0, budget - asked) / max(1, sharing)
-    return {role: min(wanted, int(share) // layout.bytes_per_token) for role, layout in layouts.items()}
+    return {role: min(wanted, int(share) // size) for role, size in token_bytes.items()}
 
 
 def _longest(

@@ -35,6 +35,10 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Cost = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
+HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.-]*(:[0-9]+)?$")]
+"""A host as mpirun's --host takes it: a name or address, and how many ranks it takes."""
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -45,7 +49,12 @@ class PoolSpec(_Section):
     instances: Annotated[int, Field(ge=0, le=1024)] = Field(
         default=1, description="how many instances run; 0 (mixed only) builds the engine and starts none"
     )
-    tp: Count = Field(default=1, description="tensor-parallel ranks of one instance")
+    tp: Count = Field(default=1, description="tensor-parallel ranks of one instance, started by mpirun if more than 1")
+    hosts: Annotated[str | Annotated[list[HostName], Field(min_length=1)] | None, Auto] = Field(
+        default=None,
+        description="hosts the ranks of one instance run on, the first being this one: a hostfile for mpirun (relative "
+        "to this file), or a list like [here:2, there:2]; auto: all on this one",
+    )
     precision: Annotated[Precision | None, Auto] = Field(
         default=None, description="weights of this role; auto: as `precision` above"
     )
@@ -226,10 +235,20 @@ class PipelineSpec(_Section):
 
 
 def load_spec(path: Path) -> PipelineSpec:
-    """Reads a pipeline file; `model` comes back absolute. Raises SpecError: file, line, key, fault."""
+    """Reads a pipeline file; `model` and hostfiles come back absolute. Raises SpecError: file, line, key, fault."""
     file = SpecFile(path)
     spec = parse_spec(file.data, file)
-    return spec.model_copy(update={"model": str((path.parent / Path(spec.model).expanduser()).resolve())})
+    pools: dict[str, PoolSpec] = {
+        role: pool.model_copy(update={"hosts": _beside(path, pool.hosts)})
+        for role, pool in spec.pools.given().items()
+        if isinstance(pool.hosts, str)
+    }
+    return spec.model_copy(update={"model": _beside(path, spec.model), "pools": spec.pools.model_copy(update=pools)})
+
+
+def _beside(path: Path, named: str) -> str:
+    """The absolute path of what the file at `path` names."""
+    return str((path.parent / Path(named).expanduser()).resolve())
 
 
 def parse_spec(data: Any, file: SpecFile | None = None) -> PipelineSpec:

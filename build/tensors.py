@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -150,17 +150,56 @@ class TensorFile:
         return from_bf16_bits(stored) if dtype == "BF16" else np.array(stored, dtype=np.float32)
 
 
+class TensorWriter:
+    """Writes one safetensors file, tensor by tensor in the order of `specs`. Use it as a context manager: on
+    leaving, the file is on disk (fsync).
+
+    Raises OSError as the file system does; the caller writes into a folder it throws away then.
+    """
+
+    def __init__(self, path: Path, specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> None:
+        self.written_bytes = 0
+        self._path = path
+        self._specs = iter(specs)
+        self._header = _header(specs, metadata)
+
+    def __enter__(self) -> Self:
+        self._file = self._path.open("xb")
+        self._file.write(len(self._header).to_bytes(8, "little") + self._header)
+        return self
+
+    def write(self, array: npt.NDArray[Any]) -> None:
+        """The next tensor."""
+        spec = next(self._specs)
+        assert array.shape == spec.shape, (spec, array.shape)
+        assert array.dtype == NUMPY_DTYPES[spec.dtype], (spec, array.dtype)
+        self._file.write(np.ascontiguousarray(array).data.cast("B") if array.size else b"")
+        self.written_bytes += spec.size_bytes
+
+    def __exit__(self, error_type: type[BaseException] | None, *rest: object) -> None:
+        with self._file:
+            if error_type is None:
+                missing = next(self._specs, None)
+                assert missing is None, missing
+                self._file.flush()
+                os.fsync(self._file.fileno())
+
+
 def write_tensors(
     path: Path,
     specs: Sequence[TensorSpec],
     arrays: Iterable[npt.NDArray[Any]],
     metadata: Mapping[str, str],
 ) -> Iterator[int]:
-    """Writes `path` while being iterated: `arrays` are taken in the order of `specs`, after each the bytes
-    written so far are yielded, and the file is on disk (fsync) when the iteration ends.
+    """Writes `path` as TensorWriter does, while being iterated: `arrays` are taken in the order of `specs`, and
+    after each the bytes written so far are yielded."""
+    with TensorWriter(path, specs, metadata) as writer:
+        for array in arrays:
+            writer.write(array)
+            yield writer.written_bytes
 
-    Raises OSError as the file system does; the caller writes into a folder it throws away then.
-    """
+
+def _header(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
     for spec in specs:
@@ -168,15 +207,4 @@ def write_tensors(
         header[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [offset, end]}
         offset = end
     raw = json.dumps(header, separators=(",", ":")).encode()
-    raw += b" " * (-len(raw) % 8)
-    written = 0
-    with path.open("xb") as file:
-        file.write(len(raw).to_bytes(8, "little") + raw)
-        for spec, array in zip(specs, arrays, strict=True):
-            assert array.shape == spec.shape, (spec, array.shape)
-            assert array.dtype == NUMPY_DTYPES[spec.dtype], (spec, array.dtype)
-            file.write(np.ascontiguousarray(array).data.cast("B") if array.size else b"")
-            written += spec.size_bytes
-            yield written
-        file.flush()
-        os.fsync(file.fileno())
+    return raw + b" " * (-len(raw) % 8)

@@ -33,8 +33,8 @@ class Backend(Protocol):
     def key(self, digest: str, config: EngineConfig) -> str:
         """What names the content for a model of that digest and such settings."""
 
-    def found_key(self, directory: Path) -> str | None:
-        """The key of what an engine directory holds, None if it isn't whole."""
+    def found_key(self, directory: Path, config: EngineConfig) -> str | None:
+        """The key of what an engine directory holds for an engine like `config`, None if it isn't whole."""
 
     def write(self, checkpoint: Checkpoint, jobs: Sequence[Job], *, work: Path, progress: Progress) -> None:
         """Writes all jobs. `work` is a folder on the same disk, absent or with what an earlier try left; the

@@ -1,19 +1,22 @@
-"""Weights of an OpenVINO engine directory: rank<N>.safetensors.
+"""Weights of an OpenVINO engine directory: rank<N>.safetensors, one file per tensor-parallel rank.
 
 The graph is built and compiled at load (a paged-attention graph can't be re-imported), so a build holds
 weights in the role's precision and `config.json`. What an engine may rely on:
 
 - Tensors are named as in Hugging Face; linear weights are `[out, in]`, row-major.
+- Each file holds its rank's part of the linear weights, as sharding.py cuts them. What every rank has whole
+  (embedding and norms) is in rank 0's file only.
 - Norms are F32 in every build.
 - f32 builds: everything is F32.
 - bf16 builds: every other tensor is bf16, stored as U16 bit patterns, since numpy has no bf16.
 - int8 builds: a linear weight W is I8 under its own name, and `<name>.scale` beside it is F32 of shape
-  `[out, 1]`; the weight is `W * scale`. `model.embed_tokens.weight` is bf16 as above.
+  `[out, 1]`; the weight is `W * scale`. W is quantised before it is cut, so its values don't depend on tp.
+  `model.embed_tokens.weight` is bf16 as above.
 - `lm_head.weight` is there if the head is untied. A tied head uses `model.embed_tokens.weight`, except in
   int8 builds, which hold an I8 `lm_head.weight` with its scale too: the head is a fifth of a small model's
   traffic.
-- The file's metadata: `bf16_as_u16` is a JSON list of the names of all bf16 tensors, `weights` names the
-  weights (equal for files with equal content).
+- Each file's metadata: `bf16_as_u16` is a JSON list of the names of all bf16 tensors, `weights` names the
+  weights (equal for files of one engine, and for engines of equal content).
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +35,20 @@ from trtpd.build.backends.base import Job, Progress
 from trtpd.build.checkpoint import Checkpoint, expected_shapes
 from trtpd.build.files import digest_of, link_or_copy
 from trtpd.build.manifest import Architecture, EngineConfig, Precision
-from trtpd.build.tensors import F32Array, TensorFile, TensorSpec, bf16_bits, write_tensors
+from trtpd.build.sharding import HEAD, Shard, cut_of, shard_of
+from trtpd.build.tensors import F32Array, TensorFile, TensorSpec, TensorWriter, bf16_bits
 from trtpd.errors import CheckpointError
 
 EMBEDDING = "model.embed_tokens.weight"
-HEAD = "lm_head.weight"
 SCALE = ".scale"
 WEIGHTS_FORMAT = 1
-WEIGHTS_FILE = "rank0.safetensors"
 
 StoredArray = npt.NDArray[Any]
+
+
+def weights_file(rank: int) -> str:
+    """The name of a rank's file."""
+    return f"rank{rank}.safetensors"
 
 
 def quantise(weight: F32Array) -> tuple[npt.NDArray[np.int8], F32Array]:
@@ -52,8 +60,69 @@ def quantise(weight: F32Array) -> tuple[npt.NDArray[np.int8], F32Array]:
     return values, scale
 
 
-def stored_specs(architecture: Architecture, precision: Precision) -> list[TensorSpec]:
-    """The tensors of a weights file, in order."""
+def stored_specs(architecture: Architecture, precision: Precision, shard: Shard) -> list[TensorSpec]:
+    """The tensors of a rank's file, in order."""
+    specs = (_rank_spec(spec, architecture, shard) for spec in _whole_specs(architecture, precision))
+    return [spec for spec in specs if spec is not None]
+
+
+def stored_part(name: str, array: StoredArray, architecture: Architecture, shard: Shard) -> StoredArray | None:
+    """What a rank's file holds of a stored tensor: its part, all, or None."""
+    matrix = name.removesuffix(SCALE)
+    cut = cut_of(matrix, architecture.head_dim, shard)
+    if cut is None:
+        return array if shard.rank == 0 else None
+    # A scale belongs to an output channel: it is cut with the rows, and whole beside cut columns.
+    return array if name != matrix and cut.axis == 1 else cut.of(array)
+
+
+def write_weights(
+    checkpoint: Checkpoint,
+    architecture: Architecture,
+    precision: Precision,
+    directory: Path,
+    *,
+    shards: Sequence[Shard],
+    key: str,
+    progress: Callable[[int, int], None],
+) -> None:
+    """Writes a file for each of `shards` into `directory`, one whole tensor in memory at a time;
+    `progress(done, total)` in bytes.
+
+    Raises CheckpointError for a weight that isn't finite, OSError as the file system does.
+    """
+    whole = _whole_specs(architecture, precision)
+    by_rank = {shard: stored_specs(architecture, precision, shard) for shard in shards}
+    total = sum(spec.size_bytes for specs in by_rank.values() for spec in specs)
+    with ExitStack() as open_files:
+        writers = {
+            shard: open_files.enter_context(
+                TensorWriter(directory / weights_file(shard.rank), specs, _metadata(specs, key))
+            )
+            for shard, specs in by_rank.items()
+        }
+        for spec, array in zip(whole, _stored_arrays(checkpoint, whole), strict=True):
+            for shard, writer in writers.items():
+                part = stored_part(spec.name, array, architecture, shard)
+                if part is not None:
+                    writer.write(part)
+            progress(sum(writer.written_bytes for writer in writers.values()), total)
+
+
+def weights_key(directory: Path, tp: int) -> str | None:
+    """What the `tp` weights files in an engine directory hold, None unless all are whole and of one engine."""
+    try:
+        keys = {TensorFile(directory / weights_file(rank)).metadata.get("weights") for rank in range(tp)}
+    except CheckpointError:
+        return None
+    return keys.pop() if len(keys) == 1 else None
+
+
+def _metadata(specs: Sequence[TensorSpec], key: str) -> dict[str, str]:
+    return {"bf16_as_u16": json.dumps([spec.name for spec in specs if spec.dtype == "U16"]), "weights": key}
+
+
+def _whole_specs(architecture: Architecture, precision: Precision) -> list[TensorSpec]:
     specs: list[TensorSpec] = []
     shapes = expected_shapes(architecture)
     if precision == "int8":
@@ -66,37 +135,14 @@ def stored_specs(architecture: Architecture, precision: Precision) -> list[Tenso
     return specs
 
 
-def write_weights(
-    checkpoint: Checkpoint,
-    architecture: Architecture,
-    precision: Precision,
-    directory: Path,
-    *,
-    key: str,
-    progress: Callable[[int, int], None],
-) -> None:
-    """Writes rank0.safetensors into `directory`, one tensor in memory at a time; `progress(done, total)` in
-    bytes.
-
-    Raises CheckpointError for a weight that isn't finite, OSError as the file system does.
-    """
-    specs = stored_specs(architecture, precision)
-    metadata = {
-        "bf16_as_u16": json.dumps([spec.name for spec in specs if spec.dtype == "U16"]),
-        "weights": key,
-    }
-    total = sum(spec.size_bytes for spec in specs)
-    arrays = _stored_arrays(checkpoint, specs)
-    for done in write_tensors(directory / WEIGHTS_FILE, specs, arrays, metadata):
-        progress(done, total)
-
-
-def weights_key(directory: Path) -> str | None:
-    """What the weights file in an engine directory holds, None if there is no whole one."""
-    try:
-        return TensorFile(directory / WEIGHTS_FILE).metadata.get("weights")
-    except CheckpointError:
-        return None
+def _rank_spec(spec: TensorSpec, architecture: Architecture, shard: Shard) -> TensorSpec | None:
+    matrix = spec.name.removesuffix(SCALE)
+    cut = cut_of(matrix, architecture.head_dim, shard)
+    if cut is None:
+        return spec if shard.rank == 0 else None
+    if spec.name != matrix and cut.axis == 1:
+        return spec
+    return TensorSpec(name=spec.name, dtype=spec.dtype, shape=cut.shape(spec.shape))
 
 
 def _stored_dtype(name: str, shape: tuple[int, ...], precision: Precision) -> str:
@@ -125,8 +171,8 @@ class OpenVINOBackend:
     def key(self, digest: str, config: EngineConfig) -> str:
         return digest_of(WEIGHTS_FORMAT, digest, config.precision, config.tp, config.architecture)
 
-    def found_key(self, directory: Path) -> str | None:
-        return weights_key(directory)
+    def found_key(self, directory: Path, config: EngineConfig) -> str | None:
+        return weights_key(directory, config.tp)
 
     def write(self, checkpoint: Checkpoint, jobs: Sequence[Job], *, work: Path, progress: Progress) -> None:
         for job in jobs:
@@ -136,12 +182,14 @@ class OpenVINOBackend:
                 job.config.architecture,
                 job.config.precision,
                 job.directory,
+                shards=[shard_of(job.config.architecture, job.config.layout, rank) for rank in range(job.config.tp)],
                 key=job.key,
                 progress=functools.partial(progress, stage),
             )
 
     def link(self, source: Path, config: EngineConfig, directory: Path) -> None:
-        link_or_copy(source / WEIGHTS_FILE, directory / WEIGHTS_FILE)
+        for name in map(weights_file, range(config.tp)):
+            link_or_copy(source / name, directory / name)
 
     def steps(self, checkpoint: Checkpoint, jobs: Sequence[Job], *, work: Path) -> list[str]:
         return []

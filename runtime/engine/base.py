@@ -21,7 +21,7 @@ from typing import Protocol
 import msgspec
 
 from trtpd.kv_transfer.layout import KVLayout
-from trtpd.kv_transfer.pool import SharedPool
+from trtpd.kv_transfer.pool import PoolAddress, SharedPool
 from trtpd.runtime.core.events import Capabilities, Drained, FinishReason, Load, Rejected, Tokens
 
 Key = tuple[int, int]
@@ -127,7 +127,11 @@ class PagedKV(Protocol):
 
     @property
     def pool(self) -> SharedPool:
-        """The memory. Owned by the engine; gone after `Engine.shutdown`."""
+        """The memory of this rank. Owned by the engine; gone after `Engine.shutdown`."""
+
+    @property
+    def others(self) -> tuple[PoolAddress, ...]:
+        """The pools of the group's other ranks, if this engine has any; blocks have the same numbers there."""
 
     def reserve(self, key: Key, tokens: int, *, peak_tokens: int | None = None) -> tuple[int, ...] | None:
         """Blocks for a sequence that will come by transfer: for `tokens` prompt tokens and the first token

@@ -15,19 +15,26 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Self
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from trtpd.build.manifest import EngineConfig
 from trtpd.errors import EngineError
 from trtpd.kv_transfer.pool import SharedPool
 from trtpd.runtime.engine.executor import DrawAt, Piece
+from trtpd.runtime.engine.group import Follower, Loaded, alone, check_group, follow, lead
+from trtpd.runtime.engine.ranks import Array, Ranks
 from trtpd.runtime.engine.sampling import Draw, mix
 from trtpd.runtime.engine.shell import ScheduledEngine
+from trtpd.runtime.engine.steps import Step
 
+U64 = npt.NDArray[np.uint64]
+_WORD = (1 << 64) - 1
 Sleep = Callable[[float], None]
 Clock = Callable[[], float]
 
@@ -38,21 +45,50 @@ def load(
     *,
     pool_name: str,
     generation: str,
+    ranks: Ranks | None = None,
     sleep: Sleep | None = None,
     clock: Clock = time.monotonic,
 ) -> ScheduledEngine:
     """An engine with the costs of `config.emulated`; `directory` holds nothing it needs. `sleep` spends what a step
-    costs beyond what it took: by default on the wall clock, until the engine is closed. Raises EngineError,
-    CapacityError."""
+    costs beyond what it took: by default on the wall clock, until the engine is closed. In a group this is rank 0,
+    and every rank takes a step's whole time. Raises EngineError, CapacityError."""
     del directory
+    check_group(config, ranks)
+    rank = _load_rank(config, pool_name, generation, ranks, sleep, clock)
+    return alone(config, rank, clock=clock) if ranks is None else lead(config, rank, ranks)
+
+
+def join(config: EngineConfig, directory: Path, *, pool_name: str, generation: str, ranks: Ranks) -> Follower:
+    """A rank other than the first. Raises as `load`."""
+    del directory
+    check_group(config, ranks)
+    return follow(config, _load_rank(config, pool_name, generation, ranks, None, time.monotonic), ranks)
+
+
+def _load_rank(
+    config: EngineConfig,
+    pool_name: str,
+    generation: str,
+    ranks: Ranks | None,
+    sleep: Sleep | None,
+    clock: Clock,
+) -> Loaded:
     costs = StepCosts.of(config.emulated)
-    pool = SharedPool.create(pool_name, config.layout, config.profile.kv_blocks, generation=generation)
+    rank = 0 if ranks is None else ranks.rank
+    pool = SharedPool.create(pool_name, config.layout, config.profile.kv_blocks, generation=generation, tp_rank=rank)
     try:
-        executor = EmulatedExecutor(pool, costs, vocab_size=config.architecture.vocab_size, sleep=sleep, clock=clock)
-        return ScheduledEngine(config, pool, executor, clock=clock)
+        part = EmulatedPart(pool, costs, sleep=sleep, clock=clock)
+        return loaded(part, pool, vocab_size=config.architecture.vocab_size)
     except BaseException:
         pool.close()
         raise
+
+
+def loaded(part: EmulatedPart, pool: SharedPool, *, vocab_size: int) -> Loaded:
+    """A rank by its part, which reads one digest for each piece that draws."""
+    layout = pool.layout
+    held = [tuple(layout.rank_heads(rank)) for rank in range(layout.tp)]
+    return Loaded(part=part, pool=pool, draw_from=partial(draw_all, held, vocab_size), widths=[1] * layout.tp)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,40 +144,37 @@ SequenceKey = tuple[int, int]
 """A sequence by its first block and that block's epoch: no two sequences have had the same."""
 
 
-class EmulatedExecutor:
-    """Writes KV, reads it back for each token it draws, and sleeps for what the step costs beyond that."""
+class EmulatedPart:
+    """Writes the KV of its rank's heads, reads it back for each token to be drawn, and sleeps for what the step costs
+    beyond that."""
 
     def __init__(
-        self,
-        pool: SharedPool,
-        costs: StepCosts,
-        *,
-        vocab_size: int,
-        sleep: Sleep | None = None,
-        clock: Clock = time.monotonic,
+        self, pool: SharedPool, costs: StepCosts, *, sleep: Sleep | None = None, clock: Clock = time.monotonic
     ) -> None:
         self._pool = pool
         self._costs = costs
-        self._vocab_size = vocab_size
         self._closed = threading.Event()
         self._sleep = sleep or self._sleep_until_closed
         self._clock = clock
         self._read: dict[SequenceKey, _Read] = {}
-        blocks, self._heads, self._block_tokens, self._head_dim = pool.keys[0].shape
+        self._heads = pool.layout.rank_heads(pool.address.tp_rank)
+        blocks, _, self._block_tokens, head_dim = pool.keys[0].shape
         # All arrays as one: [array][block][head][token][value].
         self._kv = pool.grid.view(pool.keys[0].dtype).reshape(-1, blocks, *pool.keys[0].shape[1:])
-        self._lanes = mix(np.arange(len(self._kv) * self._heads * self._head_dim, dtype=np.uint64))
+        lanes = mix(np.arange(len(self._kv) * pool.layout.kv_heads * head_dim, dtype=np.uint64))
+        self._lanes = lanes.reshape(len(self._kv), -1, head_dim)[:, self._heads.start : self._heads.stop]
 
-    def run(self, pieces: Sequence[Piece]) -> list[Draw | None]:
-        """See Executor."""
+    def compute(self, step: Step) -> U64:
+        """See Part: one column, a digest over all the KV that the sequence's blocks hold here. Digests of different
+        heads add up to that of all."""
         began_s = self._clock()
-        self._write(pieces)
-        draws = self._draw_all(pieces)
-        self._sleep(max(0.0, self._costs.step_s(pieces) - (self._clock() - began_s)))
-        return draws
+        self._write(step.pieces)
+        digests = self._read_all(step)
+        self._sleep(max(0.0, self._costs.step_s(step.pieces) - (self._clock() - began_s)))
+        return np.array(digests or [0], np.uint64).reshape(-1, 1)
 
     def close(self) -> None:
-        """See Executor. A step that sleeps in another thread ends."""
+        """See Part. A step that sleeps in another thread ends."""
         self._closed.set()
         self._read.clear()
         self._kv = self._kv[:0].copy()
@@ -156,35 +189,26 @@ class EmulatedExecutor:
         ids = np.array([token for piece in pieces for token in piece.ids], np.uint64)
         seeds = mix(ids + (positions.astype(np.uint64) << np.uint64(32)))
         # Small whole numbers, exact in every KV type, whatever they are converted to on the way.
-        values = (mix(seeds[:, None] ^ self._lanes) & np.uint64(0x7F)).astype(np.float32)
+        values = (mix(seeds[:, None, None, None] ^ self._lanes) & np.uint64(0x7F)).astype(np.float32)
         if self._pool.layout.dtype == "bf16":
             values = (values.view(np.uint32) >> 16).astype(np.uint16)
-        by_array = values.reshape(len(positions), -1, self._heads, self._head_dim)
         for index, array in enumerate(self._kv):
-            array[blocks, :, positions % size, :] = by_array[:, index]
+            array[blocks, :, positions % size, :] = values[:, index]
 
-    def _draw_all(self, pieces: Sequence[Piece]) -> list[Draw | None]:
+    def _read_all(self, step: Step) -> list[int]:
         """What was read of sequences that draw nothing now is forgotten: it is read whole when they do again."""
-        epochs = self._pool.epochs_of([piece.blocks[0] for piece in pieces])
         former, self._read = self._read, {}
-        draws: list[Draw | None] = []
-        for piece, epoch in zip(pieces, epochs, strict=True):
+        digests: list[int] = []
+        for piece, epoch in zip(step.pieces, step.epochs, strict=True):
             if piece.draw is None:
-                draws.append(None)
                 continue
             key = (piece.blocks[0], epoch)
             read = former.get(key)
             if read is None or read.tokens != piece.start:
                 read = _Read()
             self._read[key] = read
-            draws.append(self._draw(self._digest(piece, read), piece.draw))
-        return draws
-
-    def _draw(self, digest: int, at: DrawAt) -> Draw:
-        seed = at.sampling.seed if at.sampling.temperature > 0 else 0
-        word = xxhash.xxh3_64_intdigest(f"{digest} {seed} {at.index}".encode())
-        log_prob = math.log(((word >> 11) + 1) * 2.0**-53)
-        return Draw(word % self._vocab_size, log_prob if at.sampling.log_probs else None)
+            digests.append(self._digest(piece, read) & _WORD)
+        return digests
 
     def _digest(self, piece: Piece, read: _Read) -> int:
         """Over the KV of all tokens up to the piece's end, as it lies in the sequence's blocks."""
@@ -202,4 +226,26 @@ class EmulatedExecutor:
 
     def _block_digest(self, piece: Piece, index: int, tokens: int) -> int:
         held = self._kv[:, piece.blocks[index], :, :tokens]
-        return xxhash.xxh3_64_intdigest(held.tobytes(), seed=index)
+        return sum(
+            xxhash.xxh3_64_intdigest(held[:, at].tobytes(), seed=index << 16 | head)
+            for at, head in enumerate(self._heads)
+        )
+
+
+def draw_all(
+    held: Sequence[tuple[int, ...]], vocab_size: int, digests: list[Array], asked: Sequence[DrawAt]
+) -> list[Draw]:
+    """Tokens from every rank's digests; `held` are its heads. Ranks that hold the same head must have read the same
+    of it: if they haven't, the token is another."""
+    by_heads: dict[tuple[int, ...], set[int]] = {}
+    draws = []
+    for row, at in enumerate(asked):
+        by_heads.clear()
+        for heads, found in zip(held, digests, strict=True):
+            by_heads.setdefault(heads, set()).add(int(found[row, 0]))
+        digest = sum(found.pop() if len(found) == 1 else hash(tuple(sorted(found))) for found in by_heads.values())
+        seed = at.sampling.seed if at.sampling.temperature > 0 else 0
+        word = xxhash.xxh3_64_intdigest(f"{digest & _WORD} {seed} {at.index}".encode())
+        log_prob = math.log(((word >> 11) + 1) * 2.0**-53)
+        draws.append(Draw(word % vocab_size, log_prob if at.sampling.log_probs else None))
+    return draws

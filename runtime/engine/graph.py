@@ -6,13 +6,16 @@ step lie in one row, and the paged-attention node knows from its inputs which ar
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from trtpd.build.manifest import Architecture
+from trtpd.build.sharding import Shard
 from trtpd.kv_transfer.layout import KVDtype
+from trtpd.runtime.engine.all_reduce import Sum, all_reduce_op
 from trtpd.runtime.engine.ov import paged_attention_op
 from trtpd.runtime.engine.rope import tables
 from trtpd.runtime.engine.weights import Matrix, Weights
@@ -31,6 +34,9 @@ INT_INPUTS = (
 )
 PAGING_INPUTS = INT_INPUTS[2:6]
 MAX_CONTEXT_INPUT = "max_context_len"
+
+ALL_REDUCES_PER_LAYER = 2
+"""After the projections of attention and of the MLP back to the hidden size."""
 
 
 def kv_type(openvino: ModuleType, dtype: KVDtype) -> Any:
@@ -99,12 +105,25 @@ def named(node: Any, name: str) -> Any:
     return node
 
 
+def _unchanged(output: Any) -> Any:
+    return output
+
+
 def build_llama(
-    openvino: ModuleType, architecture: Architecture, weights: Weights, *, kv_dtype: KVDtype, positions: int
+    openvino: ModuleType,
+    architecture: Architecture,
+    weights: Weights,
+    shard: Shard,
+    *,
+    kv_dtype: KVDtype,
+    positions: int,
+    sum_up: Sum | None = None,
 ) -> Any:
-    """The model: INT_INPUTS, MAX_CONTEXT_INPUT and each layer's KV in, f32 logits `[sample_rows, vocabulary]`
-    out. The constants share memory with arrays they keep alive. `positions` bounds a sequence's length."""
-    return _Llama(openvino, architecture, weights, kv_dtype, positions).model()
+    """A rank's model: INT_INPUTS, MAX_CONTEXT_INPUT and each layer's KV in, f32 logits `[sample_rows, its vocabulary]`
+    out. The constants share memory with arrays they keep alive. `positions` bounds a sequence's length. `sum_up` is
+    needed where the shard is a part: it is called ALL_REDUCES_PER_LAYER times a layer, in the same order on every
+    rank."""
+    return _Llama(openvino, architecture, weights, shard, kv_dtype, positions, sum_up).model()
 
 
 class _Llama:
@@ -113,19 +132,18 @@ class _Llama:
         openvino: ModuleType,
         architecture: Architecture,
         weights: Weights,
+        shard: Shard,
         kv_dtype: KVDtype,
         positions: int,
+        sum_up: Sum | None,
     ) -> None:
         self._openvino = openvino
         self._ops = openvino.opset13
         self._arch = architecture
         self._weights = weights
-        self._paging = Paging(
-            openvino,
-            kv_heads=architecture.num_key_value_heads,
-            head_dim=architecture.head_dim,
-            kv_dtype=kv_dtype,
-        )
+        self._shard = shard
+        self._all_reduce: Callable[[Any], Any] = _unchanged if sum_up is None else all_reduce_op(openvino, sum_up)
+        self._paging = Paging(openvino, kv_heads=len(shard.kv_heads), head_dim=architecture.head_dim, kv_dtype=kv_dtype)
         self._ids, self._positions, self._sample_rows = (
             named(self._ops.parameter([-1], openvino.Type.i32), name) for name in ("ids", "positions", "sample_rows")
         )
@@ -144,24 +162,24 @@ class _Llama:
     def _layer(self, layer: int, hidden: Any) -> Any:
         prefix = f"model.layers.{layer}."
         attended = self._attention(layer, self._norm(f"{prefix}input_layernorm.weight", hidden))
-        hidden = self._ops.add(hidden, attended)
+        hidden = self._ops.add(hidden, self._all_reduce(attended))
         normed = self._norm(f"{prefix}post_attention_layernorm.weight", hidden)
-        return self._ops.add(hidden, self._mlp(f"{prefix}mlp.", normed))
+        return self._ops.add(hidden, self._all_reduce(self._mlp(f"{prefix}mlp.", normed)))
 
     def _attention(self, layer: int, hidden: Any) -> Any:
         arch, prefix = self._arch, f"model.layers.{layer}.self_attn."
-        query_size = arch.num_attention_heads * arch.head_dim
-        kv_size = arch.num_key_value_heads * arch.head_dim
+        query_heads, kv_heads = len(self._shard.query_heads), len(self._shard.kv_heads)
+        query_size, kv_size = query_heads * arch.head_dim, kv_heads * arch.head_dim
         query = self._linear(f"{prefix}q_proj.weight", hidden, query_size, arch.hidden_size)
         key = self._linear(f"{prefix}k_proj.weight", hidden, kv_size, arch.hidden_size)
         value = self._linear(f"{prefix}v_proj.weight", hidden, kv_size, arch.hidden_size)
-        query = self._rotate(query, arch.num_attention_heads)
-        key = self._rotate(key, arch.num_key_value_heads)
+        query = self._rotate(query, query_heads)
+        key = self._rotate(key, kv_heads)
         attended = self._paging.attend(layer, query, key, value)
         return self._linear(f"{prefix}o_proj.weight", attended, arch.hidden_size, query_size)
 
     def _mlp(self, prefix: str, hidden: Any) -> Any:
-        inner, outer = self._arch.intermediate_size, self._arch.hidden_size
+        inner, outer = len(self._shard.inner), self._arch.hidden_size
         gate = self._ops.swish(self._linear(f"{prefix}gate_proj.weight", hidden, inner, outer))
         up = self._linear(f"{prefix}up_proj.weight", hidden, inner, outer)
         return self._linear(f"{prefix}down_proj.weight", self._ops.multiply(gate, up), outer, inner)

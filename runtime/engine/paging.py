@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from trtpd.errors import InternalError, RequestError
 from trtpd.kv_transfer.layout import KVLayout
-from trtpd.kv_transfer.pool import SharedPool
+from trtpd.kv_transfer.pool import PoolAddress, SharedPool
 from trtpd.runtime.engine.base import Key
 from trtpd.runtime.engine.blocks import BlockAllocator
 
@@ -14,12 +14,14 @@ from trtpd.runtime.engine.blocks import BlockAllocator
 class EngineKV:
     """PagedKV over a SharedPool, which it owns. Freed blocks get a new epoch before anyone has them again.
 
+    `others` are the pools of a group's other ranks: blocks have the same numbers there, and no epochs of their own.
     `set_aside_blocks` are left for the request that is first in line for blocks: `reserve` does not touch
     them.
     """
 
-    def __init__(self, pool: SharedPool, *, max_seq_tokens: int) -> None:
+    def __init__(self, pool: SharedPool, *, max_seq_tokens: int, others: Sequence[PoolAddress] = ()) -> None:
         self._pool = pool
+        self._others = tuple(others)
         self._max_seq_tokens = max_seq_tokens
         self._allocator = BlockAllocator(pool.num_blocks, on_free=pool.bump)
         self._reserved_tokens: dict[Key, int] = {}
@@ -32,6 +34,11 @@ class EngineKV:
     @property
     def pool(self) -> SharedPool:
         return self._pool
+
+    @property
+    def others(self) -> tuple[PoolAddress, ...]:
+        """See PagedKV."""
+        return self._others
 
     @property
     def available_blocks(self) -> int:

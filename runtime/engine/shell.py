@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from trtpd.build.manifest import EngineConfig
 from trtpd.errors import EngineError, InternalError, RequestError
-from trtpd.kv_transfer.pool import SharedPool
+from trtpd.kv_transfer.pool import PoolAddress, SharedPool
 from trtpd.runtime.core.events import Capabilities, Drained, Rejected, Tokens
 from trtpd.runtime.engine.admission import check_request, peak_kv_tokens
 from trtpd.runtime.engine.base import (
@@ -35,7 +35,7 @@ _FAILED_STEPS_AT_MOST = 3
 
 
 class ScheduledEngine:
-    """The Engine seam over an Executor and the pool it computes in; it owns both.
+    """The Engine seam over an Executor and the pool it computes in; it owns both. `others`: see PagedKV.
 
     After three failed steps in a row `poll` raises EngineError: the executor is broken, not a request.
     """
@@ -46,6 +46,7 @@ class ScheduledEngine:
         pool: SharedPool,
         executor: Executor,
         *,
+        others: Sequence[PoolAddress] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         profile = config.profile
@@ -62,7 +63,7 @@ class ScheduledEngine:
             chunk_tokens=profile.chunk_tokens,
             max_batch=profile.max_batch,
         )
-        self._kv = EngineKV(pool, max_seq_tokens=config.max_seq_tokens)
+        self._kv = EngineKV(pool, max_seq_tokens=config.max_seq_tokens, others=others)
         self._sequences = SequenceTable(self._kv)
         self._executor = executor
         self._clock = clock

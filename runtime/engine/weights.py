@@ -1,8 +1,9 @@
-"""Weights of an engine directory: one safetensors file per rank, checked against the architecture."""
+"""Weights of one rank of an engine directory, checked against the architecture."""
 
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -11,7 +12,9 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
+from trtpd.build.backends.openvino import weights_file
 from trtpd.build.manifest import Architecture
+from trtpd.build.sharding import HEAD, Shard
 from trtpd.errors import EngineError
 
 F32 = npt.NDArray[np.float32]
@@ -27,15 +30,57 @@ class Matrix:
 
 
 class Weights:
-    """Reads tensors by their Hugging Face names, each when it is asked for. Use it as a context manager.
+    """Reads a rank's tensors by their Hugging Face names, each when it is asked for. Use it as a context manager.
 
-    bf16 (held as uint16, named in the file's metadata) is widened to f32, which is exact. Every method raises
-    EngineError for a tensor that is missing or of another shape or type than the architecture says.
+    What every rank has whole lies in rank 0's file, the rest in the rank's own. bf16 (held as uint16, named in a
+    file's metadata) is widened to f32, which is exact. Every method raises EngineError for a tensor that is missing
+    or of another shape or type than the architecture and the shard say.
     """
 
-    def __init__(self, path: Path, architecture: Architecture) -> None:
-        self._path = path
+    def __init__(self, directory: Path, architecture: Architecture, shard: Shard) -> None:
+        self._directory = directory
         self._architecture = architecture
+        self._shard = shard
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            self._first = stack.enter_context(_File(self._directory / weights_file(0)))
+            self._own = self._first
+            if self._shard.rank:
+                self._own = stack.enter_context(_File(self._directory / weights_file(self._shard.rank)))
+            self._open = stack.pop_all()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._open.close()
+
+    def vector(self, name: str, size: int) -> F32:
+        return self._first.f32(name, (size,))
+
+    def embedding(self) -> F32:
+        arch = self._architecture
+        return self._first.f32("model.embed_tokens.weight", (arch.vocab_size, arch.hidden_size))
+
+    def matrix(self, name: str, rows: int, columns: int) -> Matrix:
+        """The rank's part of a matrix, which has so many rows and columns."""
+        values = self._own.tensor(name, (rows, columns))
+        if values.dtype == np.int8:
+            return Matrix(values, self._own.f32(f"{name}.scale", (rows, 1)))
+        return Matrix(self._own.as_f32(name, values), None)
+
+    def head(self) -> Matrix:
+        """The rank's rows of the output projection: a matrix of its own, or the embedding where the two are tied."""
+        arch, rows = self._architecture, self._shard.vocabulary
+        if arch.tie_word_embeddings and HEAD not in self._own.names:
+            return Matrix(self.embedding()[rows.start : rows.stop], None)
+        return self.matrix(HEAD, len(rows), arch.hidden_size)
+
+
+class _File:
+    """One safetensors file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
 
     def __enter__(self) -> Self:
         opener: Any = safe_open
@@ -43,38 +88,18 @@ class Weights:
             self._file = opener(str(self._path), framework="numpy").__enter__()
         except (OSError, SafetensorError) as error:
             raise EngineError(f"{self._path} can't be read ({error}): build this role again") from error
-        self._names = frozenset(self._file.keys())
+        self.names = frozenset(self._file.keys())
         self._bf16 = frozenset(json.loads((self._file.metadata() or {}).get(BF16_KEY, "[]")))
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._file.__exit__(*exc)
 
-    def vector(self, name: str, size: int) -> F32:
-        return self._f32(name, (size,))
+    def f32(self, name: str, shape: tuple[int, ...]) -> F32:
+        return self.as_f32(name, self.tensor(name, shape))
 
-    def embedding(self) -> F32:
-        arch = self._architecture
-        return self._f32("model.embed_tokens.weight", (arch.vocab_size, arch.hidden_size))
-
-    def matrix(self, name: str, rows: int, columns: int) -> Matrix:
-        values = self._tensor(name, (rows, columns))
-        if values.dtype == np.int8:
-            return Matrix(values, self._f32(f"{name}.scale", (rows, 1)))
-        return Matrix(self._as_f32(name, values), None)
-
-    def head(self) -> Matrix:
-        """The output projection: a matrix of its own, or the embedding where the two are tied."""
-        arch = self._architecture
-        if arch.tie_word_embeddings and "lm_head.weight" not in self._names:
-            return Matrix(self.embedding(), None)
-        return self.matrix("lm_head.weight", arch.vocab_size, arch.hidden_size)
-
-    def _f32(self, name: str, shape: tuple[int, ...]) -> F32:
-        return self._as_f32(name, self._tensor(name, shape))
-
-    def _tensor(self, name: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
-        if name not in self._names:
+    def tensor(self, name: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+        if name not in self.names:
             raise EngineError(f"{self._path} holds no tensor {name}: build this role again")
         try:
             values: npt.NDArray[Any] = self._file.get_tensor(name)
@@ -87,7 +112,7 @@ class Weights:
             )
         return values
 
-    def _as_f32(self, name: str, values: npt.NDArray[Any]) -> F32:
+    def as_f32(self, name: str, values: npt.NDArray[Any]) -> F32:
         if values.dtype == np.float32:
             return values
         if values.dtype == np.uint16 and name in self._bf16:

@@ -280,6 +280,7 @@ class Launcher:
         if self._server is not None:
             self._server.kill()
         rundir.sweep_regions(rundir.region_prefix())
+        rundir.sweep_leftovers()
         sweep()
         if self._run_dir is not None:
             rundir.remove(self._run_dir)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 
+from trtpd.build import engines
 from trtpd.build.manifest import Manifest, read_engine_config
 from trtpd.errors import InputError, ServeError
 
@@ -60,14 +61,13 @@ def check_shared_memory(build: Path, manifest: Manifest, models: Sequence[str]) 
 
 
 def pool_bytes(build: Path, manifest: Manifest, models: Iterable[str]) -> dict[str, int]:
-    """Bytes of the KV pool of each instance among `models`. Engines that move no memory of ours hold none."""
+    """Bytes of the KV pools of each instance among `models`. Engines that move no memory of ours hold none."""
     sizes = {}
     for role in manifest.roles.values():
         config = read_engine_config(build / role.directory)
-        block_bytes = config.layout.bytes_per_token * config.layout.tokens_per_block
         for name in role.instances:
             if name in models and config.engine != "tensorrt_llm":
-                sizes[name] = config.profile.kv_blocks * block_bytes
+                sizes[name] = engines.pool_bytes(config.layout, config.profile.kv_blocks)
     return sizes
 
 

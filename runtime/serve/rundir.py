@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from trtpd.runtime.serve.processes import Identity, own_identity
+from trtpd.runtime.worker.group import sweep_groups
 
 SHM_DIR = Path("/dev/shm")
 SHORT_TMP = Path("/tmp")
@@ -45,14 +46,15 @@ def region_prefix() -> str:
 
 
 def sweep_leftovers() -> list[str]:
-    """Removes run directories and Triton's shared memory of launchers that are gone. Returns their names."""
+    """Removes run directories and Triton's shared memory of launchers that are gone, and the folders of groups whose
+    keepers are. Returns their names."""
     removed = []
     candidates = [*_base().glob(f"{PREFIX}*"), *SHM_DIR.glob(f"{REGION_PREFIX}*")]
     for path in candidates:
         if _owner_is_gone(path.name):
             remove(path)
             removed.append(path.name)
-    return removed
+    return removed + sweep_groups()
 
 
 def sweep_regions(prefix: str) -> list[str]:

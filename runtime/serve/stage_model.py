@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from trtpd.build.manifest import EngineConfig, read_engine_config, read_manifest
@@ -196,15 +197,29 @@ def engine_config_of(build: Path, instance: str) -> EngineConfig:
     raise ServeError(f"{build} has no instance {instance!r}; render its model repository with `trtpd build`")
 
 
+class _Pool(msgspec.Struct, frozen=True):
+    """What a manifest's settings say of where a pool's ranks run."""
+
+    hosts: str | list[str] | None = None
+
+
+class _Settings(msgspec.Struct, frozen=True):
+    pools: dict[str, _Pool] = {}
+
+
 def worker_command(build: Path, instance: str) -> WorkerCommand:
     """Router, run directory and keys come from the launcher through the environment."""
     keys = os.environ.get("TRTPD_KEYS")
+    config = engine_config_of(build, instance)
+    pools = msgspec.convert(read_manifest(build).settings, type=_Settings).pools
     return WorkerCommand(
         build=build,
         instance=instance,
         router=os.environ["TRTPD_ROUTER"],
         run_dir=Path(os.environ["TRTPD_RUN_DIR"]),
         keys=Path(keys) if keys else None,
+        ranks=config.tp,
+        hosts=pools.get(config.role, _Pool()).hosts,
     )
 
 

@@ -1,7 +1,8 @@
 """The worker of one instance, kept running: started, watched, restarted alone when it dies, stopped.
 
 All of it happens in one thread, because the worker is told to die with the thread that started it. The worker
-also ends when its standard input does, so nothing outlives a stub that is killed.
+also ends when its standard input does, so nothing outlives a stub that is killed. A worker of several ranks is
+kept through its mpirun: that dies with the keeper's thread, and the ranks with it.
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ from pathlib import Path
 
 import msgspec
 
-from trtpd.errors import EngineError, TrtpdError
+from trtpd.errors import EngineError, ServeError, TrtpdError
+from trtpd.kv_transfer.pool import sweep
 from trtpd.runtime.serve.rundir import tail
+from trtpd.runtime.worker.group import GroupFolder
 from trtpd.runtime.worker.link import report_death
+from trtpd.runtime.worker.mpirun import Hosts, Mpi, find_mpi, group_command, group_environment
 from trtpd.runtime.worker.parent import signal_on_parents_death
 
 log = logging.getLogger(__name__)
@@ -32,6 +36,9 @@ BACKOFF_MAX_S = 5.0
 LOAD_TIMEOUT_S = 300.0
 STEADY_S = 30.0
 """A worker that ran this long is restarted without delay when it dies."""
+SIGNAL_S = 2.0
+LAST_LINES = 60
+"""Of a log; mpirun adds up to thirty to a rank's own last one."""
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,23 +51,73 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerCommand:
-    """How to start one instance's worker."""
+    """How to start one instance's worker. `hosts` as in mpirun.py, for one of several ranks."""
 
     build: Path
     instance: str
     router: str
     run_dir: Path
     keys: Path | None = None
+    ranks: int = 1
+    hosts: Hosts = None
 
     def argv(self) -> list[str]:
+        return [sys.executable, *self._arguments()]
+
+    def group_argv(self, mpi: Mpi, folder: Path, environment: Mapping[str, str]) -> list[str]:
+        """Of a worker of several ranks that meet in `folder`."""
+        arguments = [*self._arguments(), "--group", str(folder)]
+        return group_command(
+            mpi,
+            sys.executable,
+            arguments,
+            ranks=self.ranks,
+            folder=folder,
+            environment=environment,
+            hosts=self.hosts,
+        )
+
+    def _arguments(self) -> list[str]:
         flags = {"--build": self.build, "--instance": self.instance, "--router": self.router}
         flags |= {"--run-dir": self.run_dir} | ({"--keys": self.keys} if self.keys else {})
-        module = [sys.executable, "-m", "trtpd.runtime.worker"]
-        return module + [str(part) for flag in flags.items() for part in flag]
+        return ["-m", "trtpd.runtime.worker", *(str(part) for flag in flags.items() for part in flag)]
 
     @property
     def log_path(self) -> Path:
         return self.run_dir / "logs" / f"{self.instance}.log"
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """One run of a worker: its process, or its mpirun with the folder its ranks meet in."""
+
+    process: subprocess.Popen[bytes]
+    group: GroupFolder | None
+
+    def end(self, grace_s: float) -> None:
+        """Asks, then signals, then kills. From any thread; `clear_away` is left to the keeper's."""
+        if self.process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self.process.stdin.close()
+        if self.group is not None:
+            self.group.tell_to_end()
+        for signum in (None, signal.SIGTERM, signal.SIGKILL):
+            if signum is not None and self.process.poll() is None:
+                os.kill(self.process.pid, signum)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(grace_s if signum is None else SIGNAL_S)
+                return
+
+    def clear_away(self) -> None:
+        """Called once the process has ended: no rank is left, and nothing in /dev/shm."""
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+        if self.group is not None:
+            self.group.kill()
+            self.group.remove()
+        sweep()
 
 
 class WorkerProcess:
@@ -71,7 +128,8 @@ class WorkerProcess:
         self._environment = dict(environment)
         self._changed = threading.Condition()
         self._ready: Ready | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._life: Life | None = None
+        self._mpi: Mpi | None = None
         self._deaths = 0
         self._stopping = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name=f"keeper-{command.instance}", daemon=True)
@@ -83,7 +141,9 @@ class WorkerProcess:
 
     def start(self, timeout_s: float) -> Ready:
         """Returns when the worker serves. Raises EngineError with its last words when it dies first (then
-        nothing is tried again) or takes longer."""
+        nothing is tried again) or takes longer, or when MPI is missing for one of several ranks."""
+        if self._command.ranks > 1:
+            self._mpi = find_mpi(sys.executable, self._environment)
         self._keeper.start()
         with self._changed:
             self._changed.wait_for(lambda: self._ready is not None or self._deaths > 0, timeout_s)
@@ -99,9 +159,9 @@ class WorkerProcess:
         """Ends the worker: by closing its input, then by signal. Idempotent."""
         self._stopping.set()
         with self._changed:
-            process = self._process
-        if process is not None:
-            _end(process, grace_s)
+            life = self._life
+        if life is not None:
+            life.end(grace_s)
         if self._keeper.is_alive():
             self._keeper.join()
 
@@ -109,38 +169,56 @@ class WorkerProcess:
         backoff_s = 0.0
         while not self._stopping.wait(backoff_s):
             began_s = time.monotonic()
-            process = self._spawn()
-            if process is None:
-                return
-            generation = self._await_ready(process)
-            code = process.wait()
-            _close_pipes(process)
+            generation, why = self._live()
             with self._changed:
-                self._ready, self._process = None, None
+                self._ready, self._life = None, None
                 self._deaths += 1
                 self._changed.notify_all()
             if self._stopping.is_set():
                 return
-            log.error("%s: its worker ended with code %d; starting it again", self._command.instance, code)
+            log.error("%s: %s; starting it again", self._command.instance, why)
             if generation is not None:
-                self._report(generation, f"its process ended with code {code}")
+                self._report(generation, why)
             steady = time.monotonic() - began_s > STEADY_S
             backoff_s = BACKOFF_FIRST_S if steady else min(BACKOFF_MAX_S, max(BACKOFF_FIRST_S, 2 * backoff_s))
 
-    def _spawn(self) -> subprocess.Popen[bytes] | None:
-        """None once stopping: whoever stops has looked for a process already, or will find this one."""
-        with self._changed, self._command.log_path.open("ab") as log_file:
+    def _live(self) -> tuple[str | None, str]:
+        """One life of the worker: its generation if it came to serve, and how it ended."""
+        try:
+            life = self._spawn()
+        except (ServeError, OSError) as error:
+            with self._command.log_path.open("a") as log_file:
+                print(f"{self._command.instance} ERROR {error}", file=log_file)
+            return None, f"it can't be started ({error})"
+        if life is None:
+            return None, "stopping"
+        generation = self._await_ready(life.process)
+        code = life.process.wait()
+        life.clear_away()
+        return generation, f"its process ended with code {code}"
+
+    def _spawn(self) -> Life | None:
+        """None once stopping: whoever stops has looked for a life already, or will find this one."""
+        command, environment, group = self._command, self._environment, None
+        argv = command.argv()
+        with self._changed, command.log_path.open("ab") as log_file:
             if self._stopping.is_set():
                 return None
-            self._process = subprocess.Popen(
-                self._command.argv(),
-                env=self._environment,
-                stdin=subprocess.PIPE,
+            if self._mpi is not None:
+                group = GroupFolder.make(command.instance, command.ranks)
+                environment = group_environment(environment, group.path)
+                argv = command.group_argv(self._mpi, group.path, environment)
+            process = subprocess.Popen(
+                argv,
+                env=environment,
+                stdin=subprocess.PIPE if group is None else subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log_file,
                 preexec_fn=_worker_preexec,
+                start_new_session=group is not None,  # a terminal's Ctrl-C would have mpirun kill its ranks
             )
-            return self._process
+            self._life = Life(process, group)
+            return self._life
 
     def _await_ready(self, process: subprocess.Popen[bytes]) -> str | None:
         """Its generation once it serves; None if it ends before. One that takes longer than LOAD_TIMEOUT_S is ended."""
@@ -193,7 +271,7 @@ def worker_environment(base: Mapping[str, str]) -> dict[str, str]:
 
 def _last_words(log_path: Path) -> str:
     """The error a worker ended with; without one, the end of its log."""
-    end = tail(log_path)
+    end = tail(log_path, LAST_LINES)
     errors = [line.partition(" ERROR ")[2] for line in end.splitlines() if " ERROR " in line]
     return errors[-1] if errors else end or "it wrote no log"
 
@@ -204,22 +282,3 @@ def _worker_preexec() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, signal.SIG_DFL)
-
-
-def _close_pipes(process: subprocess.Popen[bytes]) -> None:
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with contextlib.suppress(OSError):
-                pipe.close()
-
-
-def _end(process: subprocess.Popen[bytes], grace_s: float) -> None:
-    if process.stdin is not None:
-        with contextlib.suppress(OSError):
-            process.stdin.close()
-    for signum in (None, signal.SIGTERM, signal.SIGKILL):
-        if signum is not None and process.poll() is None:
-            os.kill(process.pid, signum)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(grace_s if signum is None else 2.0)
-            return

@@ -2,70 +2,132 @@
 
 It prints one JSON line on standard output when it can serve, logs to standard error, and ends with exit 0 on
 SIGTERM after a short drain, or when its standard input is closed. Exit 1: it failed; 2: it was started wrongly.
+
+An engine of several ranks is started by mpirun, once per rank, with `python -m mpi4py -m trtpd.runtime.worker ...`.
+Rank 0 is the worker; the others compute what it tells them and end with it. A rank that fails ends all.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 from trtpd.errors import TrtpdError
-from trtpd.runtime.worker.assembly import Place, Worker, assemble
+from trtpd.runtime.worker.assembly import Place, Worker, assemble, assemble_follower, ranks_of
+from trtpd.runtime.worker.board import STEP_LIMIT_S
+from trtpd.runtime.worker.group import Member, join_group, open_keeper_pipe
 from trtpd.runtime.worker.leader import Leader
 from trtpd.runtime.worker.parent import die_with_parent, watch_pipe
+from trtpd.runtime.worker.watchdog import SILENT_S
 
 log = logging.getLogger("trtpd.worker")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one worker to its end; the exit status."""
+    """Runs one worker, or one rank of it, to its end; the exit status."""
     parent_pid = os.getppid()
     arguments = parse(argv)
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=logging.INFO,
-        format=f"%(asctime)s {arguments.instance} %(levelname)s %(message)s",
+    begin_log(arguments.instance)
+    place = Place(
+        build=arguments.build,
+        instance=arguments.instance,
+        router=arguments.router,
+        run_dir=arguments.run_dir,
+        keys=arguments.keys,
     )
-    worker: Worker | None = None
-    stop = Stop(arguments.drain_s)
-    reason = "stopped"
+    member: Member | None = None
+    with reported() as outcome:
+        if ranks_of(place) > 1:
+            die_with_parent(parent_pid, signal.SIGKILL)
+            member = join_group(arguments.group, silent_s=arguments.silent_s, step_limit_s=arguments.step_limit_s)
+        if member is not None and member.ranks.rank > 0:
+            begin_log(f"{arguments.instance}.{member.ranks.rank}")
+            follow(place, member)
+        else:
+            lead(place, member, arguments, parent_pid)
+    if member is not None:
+        if outcome.reason is not None:
+            member.ranks.abort(outcome.reason)
+        member.leave()
+    return outcome.code
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How it ended: the exit status and, unless it was told to when it was serving, why."""
+
+    code: int = 0
+    reason: str | None = None
+
+
+@contextlib.contextmanager
+def reported() -> Iterator[Outcome]:
+    """Logs what goes wrong in one line, as the exit status it means."""
+    outcome = Outcome()
     try:
-        stop.listen(parent=arguments.parent)
-        if arguments.parent:
-            die_with_parent(parent_pid)
-            watch_pipe(sys.stdin.fileno(), stop.parent_gone)
-        worker = assemble(
-            Place(
-                build=arguments.build,
-                instance=arguments.instance,
-                router=arguments.router,
-                run_dir=arguments.run_dir,
-                keys=arguments.keys,
-            )
-        )
-        stop.leader = worker.leader
-        announce(worker, arguments.instance)
-        worker.leader.run()
+        yield outcome
     except StoppedError:
+        outcome.reason = "stopped while loading"
         log.info("stopped while loading")
     except TrtpdError as error:
-        reason = f"{error.code}: {error}"
+        outcome.code, outcome.reason = error.exit_code, str(error)
         log.error("%s", error)
-        return error.exit_code
     except Exception as error:
-        reason = f"internal: {error!r}"
+        outcome.code, outcome.reason = 1, f"internal: {error!r}"
         log.critical("a bug of ours: %r", error, exc_info=True)
-        return 1
+
+
+def lead(place: Place, member: Member | None, arguments: argparse.Namespace, parent_pid: int) -> None:
+    """Serves until told to stop. Raises TrtpdError."""
+    stop = Stop(arguments.drain_s)
+    stop.listen(parent=arguments.parent)
+    if arguments.parent and member is None:
+        die_with_parent(parent_pid)
+        watch_pipe(sys.stdin.fileno(), stop.parent_gone)
+    elif arguments.parent and arguments.group is not None:
+        watch_pipe(open_keeper_pipe(arguments.group), stop.parent_gone)
+    worker = assemble(place, None if member is None else member.ranks)
+    reason = "stopped"
+    try:
+        stop.leader = worker.leader
+        if member is not None:
+            member.serve(True)
+        announce(worker, place.instance)
+        worker.leader.run()
+    except Exception as error:
+        reason = f"{getattr(error, 'code', 'internal')}: {error}"
+        raise
     finally:
-        if worker is not None:
-            worker.close(reason)
-    return 0
+        if member is not None:
+            member.serve(False)
+        worker.close(reason)
+
+
+def follow(place: Place, member: Member) -> None:
+    """Computes what rank 0 tells this rank until that dismisses it. Raises TrtpdError."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    follower = assemble_follower(place, member.ranks)
+    try:
+        member.serve(True)
+        follower.run()
+    finally:
+        member.serve(False)
+        follower.close()
+
+
+def begin_log(name: str) -> None:
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO, format=f"%(asctime)s {name} %(levelname)s %(message)s", force=True
+    )
 
 
 class StoppedError(BaseException):
@@ -113,6 +175,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         dest="parent",
         action="store_false",
         help="do not end with the starting process or when standard input closes",
+    )
+    group = parser.add_argument_group("an engine of several ranks")
+    group.add_argument("--group", type=Path, help="the group's folder, made by the process that starts mpirun")
+    group.add_argument(
+        "--silent-s", type=float, default=SILENT_S, help="a rank that doesn't run so long ends the group"
+    )
+    group.add_argument(
+        "--step-limit-s",
+        type=float,
+        default=STEP_LIMIT_S,
+        help="a step that takes longer (and some for each of its tokens) ends the group",
     )
     return parser.parse_args(argv)
 

@@ -20,13 +20,16 @@ from trtpd.build.manifest import (
     read_engine_config,
     read_manifest,
 )
+from trtpd.build.roles import split_cores
 from trtpd.errors import EngineError, InputError
 from trtpd.kv_transfer.base import KVSink, KVSource, TransferSettings
 from trtpd.kv_transfer.factory import make_sink, make_source, transports_of
 from trtpd.kv_transfer.ranks import RankPools
 from trtpd.runtime.core.events import Hello
 from trtpd.runtime.engine.base import Engine, PagedKV
-from trtpd.runtime.engine.factory import load_engine
+from trtpd.runtime.engine.factory import join_engine, load_engine
+from trtpd.runtime.engine.group import Follower, check_group
+from trtpd.runtime.engine.ranks import Ranks
 from trtpd.runtime.worker.leader import Leader
 from trtpd.runtime.worker.leader_link import LeaderLink
 from trtpd.runtime.worker.local import LocalDesk
@@ -82,23 +85,25 @@ class Worker:
         self.parts.close()
 
 
-def assemble(place: Place) -> Worker:
-    """Loads the engine, warms it up and opens the links. Raises TrtpdError; then nothing is left open."""
+def assemble(place: Place, ranks: Ranks | None = None) -> Worker:
+    """Loads the engine, warms it up and opens the links; in a group this is rank 0. Raises TrtpdError; then nothing is
+    left open."""
     began_s = time.monotonic()
-    manifest = read_manifest(place.build)
-    entry = role_of(manifest, place.instance)
-    config = read_engine_config(place.build / entry.directory)
-    check_loadable(config)
-    settle_on_cores(entry.cores.get(place.instance) or config.profile.cores, place.instance)
+    found = settle(place, ranks)
+    manifest, config = found.manifest, found.config
     generation = fresh_id(time.time_ns(), secrets.token_hex(4))
+    if ranks is not None:
+        ranks.exchange(generation.encode())
     with ExitStack() as parts:
-        engine = load_engine(place.build / entry.directory, pool_name=place.instance, generation=generation)
+        engine = load_engine(found.directory, pool_name=place.instance, generation=generation, ranks=ranks)
         parts.callback(engine.shutdown)
         rate = warm_up(engine)
         settings = transfer_settings(place, generation, manifest)
         transports = transports_of(settings)
         hello = hello_of(place.instance, generation, manifest, config, engine, transports, prefill_tokens_per_s=rate)
-        source, sink = hand_off_of(engine, hello, settings)
+        pools = pools_of(engine, place.instance)
+        parts.callback(pools.close_attached)
+        source, sink = hand_off_of(engine, pools, hello, settings)
         if source is not None:
             parts.callback(source.close)
         if sink is not None:
@@ -126,6 +131,43 @@ def assemble(place: Place) -> Worker:
             load_s=load_s,
             parts=parts.pop_all(),
         )
+
+
+def assemble_follower(place: Place, ranks: Ranks) -> Follower:
+    """Loads the part of a rank other than the first. Raises TrtpdError; then nothing is left open."""
+    found = settle(place, ranks)
+    generation = ranks.exchange(b"")[0].decode()
+    return join_engine(found.directory, pool_name=place.instance, generation=generation, ranks=ranks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What a build says of an instance."""
+
+    manifest: Manifest
+    directory: Path
+    config: EngineConfig
+
+
+def ranks_of(place: Place) -> int:
+    """How many ranks the instance is built for. Raises InputError, EngineError."""
+    entry = role_of(read_manifest(place.build), place.instance)
+    return read_engine_config(place.build / entry.directory).tp
+
+
+def settle(place: Place, ranks: Ranks | None) -> Found:
+    """Reads what the build says of this instance, and keeps this process to its cores. Raises TrtpdError."""
+    manifest = read_manifest(place.build)
+    entry = role_of(manifest, place.instance)
+    directory = place.build / entry.directory
+    config = read_engine_config(directory)
+    check_loadable(config)
+    check_group(config, ranks)
+    cores = tuple(entry.cores.get(place.instance) or config.profile.cores)
+    if cores and ranks is not None:
+        cores = split_cores(cores, ranks.size)[ranks.rank]
+    settle_on_cores(cores, place.instance)
+    return Found(manifest=manifest, directory=directory, config=config)
 
 
 def role_of(manifest: Manifest, instance: str) -> RoleEntry:
@@ -195,15 +237,22 @@ def transfer_settings(place: Place, generation: str, manifest: Manifest) -> Tran
     )
 
 
-def hand_off_of(engine: Engine, hello: Hello, settings: TransferSettings) -> tuple[KVSource | None, KVSink | None]:
-    """The sides of a hand-off that this role has; a mixed instance has both. Raises EngineError, TransferError."""
+def pools_of(engine: Engine, instance: str) -> RankPools:
+    """The pools of all ranks of this engine's group; `close_attached` lets go of the others'. Raises EngineError,
+    TransferError."""
     kv: PagedKV | None = engine.kv
     if kv is None:
         raise EngineError(
-            f"the engine of {hello.instance} moves its KV itself, which this version can't drive; "
+            f"the engine of {instance} moves its KV itself, which this version can't drive; "
             f"use an engine with a paged KV pool"
         )
-    pools = RankPools([kv.pool])
+    return RankPools.of_group(kv.pool, kv.others)
+
+
+def hand_off_of(
+    engine: Engine, pools: RankPools, hello: Hello, settings: TransferSettings
+) -> tuple[KVSource | None, KVSink | None]:
+    """The sides of a hand-off that this role has; a mixed instance has both. Raises TransferError."""
     with ExitStack() as parts:
         source = make_source(pools, settings) if hello.role != "decode" else None
         if source is not None:

@@ -23,10 +23,10 @@ def signal_on_parents_death(signum: int) -> None:
         raise ServeError(f"prctl(PR_SET_PDEATHSIG) failed: {os.strerror(ctypes.get_errno())}")
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """SIGTERM to this process when the thread that started it ends. Raises ServeError if the parent is gone already or
+def die_with_parent(parent_pid: int, signum: int = signal.SIGTERM) -> None:
+    """`signum` to this process when the thread that started it ends. Raises ServeError if the parent is gone already or
     the kernel refuses."""
-    signal_on_parents_death(signal.SIGTERM)
+    signal_on_parents_death(signum)
     if os.getppid() != parent_pid:
         raise ServeError("the process that started this worker has ended")
 

@@ -77,6 +77,20 @@ def test_roles_with_equal_weights_share_one_file(make_model: MakeModel, out: Pat
     assert (out / "prefill" / "rank0.safetensors").samefile(out / "decode" / "rank0.safetensors")
 
 
+def test_a_role_of_several_ranks_has_a_file_for_each_and_shares_all_with_its_like(
+    make_model: MakeModel, out: Path
+) -> None:
+    pools = {"prefill": {"tp": 2}, "decode": {"tp": 2}, "mixed": {"tp": 1}}
+    first = make(spec_of(make_model(), pools=pools), out)
+    assert actions(first) == {"prefill": "write", "decode": "link", "mixed": "write"}
+    assert "of 2 ranks" in first.summary()
+    for name in ("rank0.safetensors", "rank1.safetensors"):
+        assert (out / "prefill" / name).samefile(out / "decode" / name)
+    assert not (out / "mixed" / "rank1.safetensors").exists()
+    again = make(spec_of(out.parent.parent / "tiny", pools=pools | {"decode": {"tp": 3}}), out)
+    assert actions(again) == {"prefill": "keep", "decode": "write", "mixed": "keep"}
+
+
 def test_roles_of_different_precision_have_weights_of_their_own(make_model: MakeModel, out: Path) -> None:
     pools = {"prefill": {}, "decode": {"precision": "int8"}}
     assert actions(make(spec_of(make_model(), pools=pools), out)) == {"prefill": "write", "decode": "write"}

@@ -46,7 +46,6 @@ PIPELINES: list[tuple[str, str, str, dict[str, Any], Machine]] = [
     ("kv_dtype_cpu", "error", "pools.prefill.kv_dtype", {"kv": {"dtype": "bf16"}}, make_machine()),
     ("kv_dtype_cpu", "error", "pools.decode.kv_dtype", {"kv": {"dtype": "f16"}}, make_machine()),
     ("tokens_per_block", "error", "kv.tokens_per_block", {"kv": {"tokens_per_block": 16}}, make_machine()),
-    ("tp_unsupported", "error", "pools.decode.tp", pools(tp=2), make_machine()),
     ("tp_heads", "error", "pools.decode.tp", pools(tp=5), make_machine()),
     ("cores_missing", "error", "pools.decode.cores", pools(cores=[7]), make_machine()),
     ("cores_shared", "warning", "pools.decode.cores", {}, make_machine(cores=(0,))),
@@ -88,6 +87,19 @@ def test_a_plain_pipeline_has_no_findings(make_model: MakeModel, machine: Machin
     assert findings(make_model, {}, machine) == []
 
 
+def test_the_number_of_ranks_is_set_against_the_number_of_heads(make_model: MakeModel, machine: Machine) -> None:
+    checkpoint = open_checkpoint(make_model())
+    found = [
+        lint.lint_spec(spec_of(checkpoint.path, **keys), checkpoint, machine)
+        for keys in (pools(tp=4), pools(tp=5), {"engine": "emulated"} | pools(tp=5))
+    ]
+    assert [len(one) for one in found] == [0, 1, 0]
+    (finding,) = found[1]
+    assert finding.values == ("5", "4")
+    assert "5" in finding.message
+    assert "4 attention heads" in finding.message
+
+
 def test_errors_come_before_warnings(make_model: MakeModel) -> None:
     keys = pools(kv_tokens=32, threads=9) | ASKED
     severities = [finding.severity for finding in findings(make_model, keys, make_machine(cores=(0,)))]
@@ -111,8 +123,8 @@ def test_a_model_without_an_end_token_is_noted(make_model: MakeModel, machine: M
 def test_a_file_is_linted_with_its_model(make_model: MakeModel, tmp_path: Path, machine: Machine) -> None:
     make_model()
     path = tmp_path / "p.yaml"
-    path.write_text("model: tiny\npools: {prefill: {}, decode: {tp: 2}}\n")
-    assert [finding.code for finding in lint.lint(path, machine=machine)] == ["tp_unsupported"]
+    path.write_text("model: tiny\npools: {prefill: {}, decode: {tp: 5}}\n")
+    assert [finding.code for finding in lint.lint(path, machine=machine)] == ["tp_heads"]
 
 
 def test_a_pipeline_whose_model_is_broken_is_bad_input(tmp_path: Path, machine: Machine) -> None:

@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from trtpd_testing.tiny import CONFIG, random_weights
 
-from trtpd.build.backends.openvino import EMBEDDING, HEAD, quantise, weights_key, write_weights
+from trtpd.build.backends.openvino import EMBEDDING, quantise, weights_key, write_weights
 from trtpd.build.checkpoint import open_checkpoint
+from trtpd.build.engines import engine_layout
 from trtpd.build.manifest import Precision
+from trtpd.build.sharding import HEAD, shard_of
 from trtpd.build.tensors import TensorFile, from_bf16_bits
 
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
@@ -40,19 +42,33 @@ def test_int8_uses_its_whole_range_and_stays_symmetric(weight: np.ndarray[Any, A
     assert (used[np.abs(weight).max(axis=1) > 1e-30] == 127).all()
 
 
-def stored(tmp_path: Path, model: Path, precision: Precision) -> dict[str, np.ndarray[Any, Any]]:
+Tensors = dict[str, np.ndarray[Any, Any]]
+
+
+def stored(tmp_path: Path, model: Path, precision: Precision) -> Tensors:
+    (tensors,) = stored_by_rank(tmp_path, model, precision, 1)
+    return tensors
+
+
+def stored_by_rank(tmp_path: Path, model: Path, precision: Precision, tp: int) -> list[Tensors]:
     checkpoint = open_checkpoint(model)
+    layout = engine_layout("openvino", checkpoint.architecture, tokens_per_block=32, dtype="f32", tp=tp)
     progress: list[tuple[int, int]] = []
     write_weights(
         checkpoint,
         checkpoint.architecture,
         precision,
         tmp_path,
+        shards=[shard_of(checkpoint.architecture, layout, rank) for rank in range(tp)],
         key="the-key",
         progress=lambda *now: progress.append(now),
     )
     assert progress[-1][0] == progress[-1][1]
-    with safe_open(str(tmp_path / "rank0.safetensors"), framework="numpy") as file:
+    return [read(tmp_path / f"rank{rank}.safetensors") for rank in range(tp)]
+
+
+def read(path: Path) -> Tensors:
+    with safe_open(str(path), framework="numpy") as file:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
 
 
@@ -87,11 +103,46 @@ def test_int8_weights_come_with_scales_and_a_tied_head_with_a_copy(
 
 def test_weights_say_what_they_are(make_model: Callable[..., Path], tmp_path: Path) -> None:
     stored(tmp_path, make_model(), "f32")
-    assert weights_key(tmp_path) == "the-key"
+    assert weights_key(tmp_path, 1) == "the-key"
+
+
+@pytest.mark.parametrize("tp", [2, 3, 4])
+@pytest.mark.parametrize("precision", ["f32", "bf16", "int8"])
+def test_the_parts_of_all_ranks_make_up_the_whole(
+    make_model: Callable[..., Path], tmp_path: Path, precision: Precision, tp: int
+) -> None:
+    model = make_model()
+    (tmp_path / "whole").mkdir()
+    whole = stored(tmp_path / "whole", model, precision)
+    ranks = stored_by_rank(tmp_path, model, precision, tp)
+    for name, tensor in whole.items():
+        parts = [rank[name] for rank in ranks if name in rank]
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            assert np.array_equal(np.concatenate(parts, axis=1), tensor), name
+        elif name.endswith(("o_proj.weight.scale", "down_proj.weight.scale")):
+            assert all(np.array_equal(part, tensor) for part in parts), name
+        elif ".k_proj." in name or ".v_proj." in name:
+            rows = {row.tobytes() for part in parts for row in part}  # heads may be held more than once
+            assert rows == {row.tobytes() for row in tensor}, name
+        else:
+            assert np.array_equal(np.concatenate(parts), tensor), name
+
+
+def test_what_every_rank_has_whole_is_stored_once(make_model: Callable[..., Path], tmp_path: Path) -> None:
+    first, second = stored_by_rank(tmp_path, make_model(), "f32", 2)
+    assert first.keys() - second.keys() == {name for name in first if "norm" in name or name == EMBEDDING}
+
+
+def test_weights_of_a_group_are_whole_only_with_every_rank(make_model: Callable[..., Path], tmp_path: Path) -> None:
+    stored_by_rank(tmp_path, make_model(), "f32", 2)
+    assert weights_key(tmp_path, 2) == "the-key"
+    assert weights_key(tmp_path, 3) is None
+    (tmp_path / "rank1.safetensors").write_bytes(b"cut")
+    assert weights_key(tmp_path, 2) is None
 
 
 @pytest.mark.parametrize("content", [None, b"cut"])
 def test_weights_that_are_not_whole_are_nothing(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / "rank0.safetensors").write_bytes(content)
-    assert weights_key(tmp_path) is None
+    assert weights_key(tmp_path, 1) is None

@@ -36,6 +36,19 @@ def test_the_shortest_file_is_enough_and_its_model_is_beside_it(tmp_path: Path) 
     assert list(spec.pools.given()) == ["prefill", "decode"]
 
 
+def test_hosts_are_a_file_beside_the_pipeline_or_a_list(tmp_path: Path) -> None:
+    path = tmp_path / "pipeline.yaml"
+    path.write_text(
+        "model: m\npools: {prefill: {tp: 2, hosts: my.hosts}, decode: {tp: 4, hosts: [here:2, 10.0.0.7:2]}}\n"
+    )
+    pools = load_spec(path).pools.given()
+    assert pools["prefill"].hosts == str(tmp_path / "my.hosts")
+    assert pools["decode"].hosts == ["here:2", "10.0.0.7:2"]
+    assert "pools.decode.hosts" in refusal(
+        tmp_path, "model: m\npools: {prefill: {}, decode: {hosts: ['a --mca x y']}}\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -56,7 +56,7 @@ class TensorRTBackend:
             return digest_of(given.mode, digest, config.role)
         return digest_of(given.mode, _checkpoint_key(digest, config), given.settings, given.release, given.sm)
 
-    def found_key(self, directory: Path) -> str | None:
+    def found_key(self, directory: Path, config: EngineConfig) -> str | None:
         try:
             content = json.loads((directory / CONTENT).read_bytes())
             whole = all((directory / name).stat().st_size == size for name, size in content["files"].items())

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
+from trtpd.kv_transfer.ranks import RankPools
 from trtpd.runtime.core.events import Drained, Rejected, Tokens
 from trtpd.runtime.engine.base import (
     Engine,
@@ -137,9 +138,12 @@ def blocks_of(driver: Driver, key: Key) -> list[int]:
 
 
 def copy_blocks(source: Driver, blocks: list[int], sink: Driver, into: list[int]) -> None:
-    pools = source.kv.pool, sink.kv.pool
-    for theirs, ours in zip([*pools[0].keys, *pools[0].values], [*pools[1].keys, *pools[1].values], strict=True):
-        ours[into] = theirs[blocks]
+    """On every rank."""
+    groups = [RankPools.of_group(driver.kv.pool, driver.kv.others) for driver in (source, sink)]
+    for theirs, ours in zip(*groups, strict=True):
+        ours.grid[:, into] = theirs.grid[:, blocks]
+    for group in groups:
+        group.close_attached()
 
 
 def hand_over(source: Driver, sink: Driver, what: EngineRequest) -> list[int]:

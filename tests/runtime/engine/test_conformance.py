@@ -65,6 +65,17 @@ def emulated_stock() -> Iterator[Stock]:
     stock.close()
 
 
+@pytest.fixture(scope="module")
+def openvino_ranks_stock(tmp_path_factory) -> Iterator[Stock]:
+    """Three KV heads on two ranks: two and one."""
+    arch = replace(ARCH, num_attention_heads=6, num_key_value_heads=3)
+    settings = tiny.config(arch, tp=2)
+    directory = tiny.save_ranks(tmp_path_factory.mktemp("ranks"), tiny.stored(tiny.weights(arch), "f32"), settings)
+    stock = Stock(lambda profile: tiny.load_local(replace(settings, profile=profile), directory))
+    yield stock
+    stock.close()
+
+
 class TestOpenVINO(EngineConformance):
     @pytest.fixture
     def make_engine(self, openvino_stock: Stock) -> Iterator[MakeEngine]:
@@ -77,3 +88,10 @@ class TestEmulated(EngineConformance):
     def make_engine(self, emulated_stock: Stock) -> Iterator[MakeEngine]:
         yield emulated_stock.make
         emulated_stock.take_back()
+
+
+class TestOpenVINOOfTwoRanks(EngineConformance):
+    @pytest.fixture
+    def make_engine(self, openvino_ranks_stock: Stock) -> Iterator[MakeEngine]:
+        yield openvino_ranks_stock.make
+        openvino_ranks_stock.take_back()

@@ -16,8 +16,9 @@ from trtpd.kv_transfer.layout import KVLayout
 from trtpd.kv_transfer.pool import SharedPool
 from trtpd.runtime.engine import emulated
 from trtpd.runtime.engine.base import Sampling
-from trtpd.runtime.engine.emulated import EmulatedExecutor, StepCosts
+from trtpd.runtime.engine.emulated import EmulatedPart, StepCosts
 from trtpd.runtime.engine.executor import DrawAt, Piece
+from trtpd.runtime.engine.group import StepExecutor
 
 COSTS = StepCosts(
     prefill_tokens_per_s=1000.0, decode_step_ms=10.0, step_ms=1.0, decode_sequence_ms=2.0, decode_kv_token_us=10.0
@@ -78,9 +79,9 @@ def test_a_build_of_an_emulated_pipeline_has_costs_it_takes():
 def test_a_sleeping_step_ends_when_the_engine_is_closed():
     layout = KVLayout(num_layers=1, kv_heads=1, head_dim=2, tokens_per_block=4, dtype="f32")
     pool = SharedPool.create("test-sleep", layout, 4, generation="g")
-    executor = EmulatedExecutor(pool, COSTS, vocab_size=9)
-    threading.Timer(0.05, executor.close).start()
-    executor._sleep_until_closed(60.0)
+    part = EmulatedPart(pool, COSTS)
+    threading.Timer(0.05, part.close).start()
+    part._sleep_until_closed(60.0)
     pool.close()
 
 
@@ -100,7 +101,7 @@ def test_tokens_survive_a_hand_over_in_every_kv_type(dtype, sampling):
 def test_damaged_kv_gives_another_token(damage):
     layout = KVLayout(num_layers=2, kv_heads=2, head_dim=2, tokens_per_block=4, dtype="f32")
     pool = SharedPool.create("test-damage", layout, 4, generation="g")
-    executor = EmulatedExecutor(pool, COSTS, vocab_size=50_000, sleep=lambda seconds: None)
+    executor = one_executor(pool)
     at = DrawAt(sampling=Sampling(), index=0)
     executor.run([Piece(ids=(1, 2, 3, 4, 5, 6, 7, 8), start=0, blocks=(0, 1, 2), draw=None)])
     step = Piece(ids=(9,), start=8, blocks=(0, 1, 2), draw=at)
@@ -118,7 +119,7 @@ def test_damaged_kv_gives_another_token(damage):
     pool.close()
 
 
-def decode_steps(executor: EmulatedExecutor, blocks: tuple[int, ...], start: int, count: int) -> list[int]:
+def decode_steps(executor: StepExecutor, blocks: tuple[int, ...], start: int, count: int) -> list[int]:
     at = DrawAt(sampling=Sampling(), index=0)
     drawn = []
     for position in range(start, start + count):
@@ -128,8 +129,9 @@ def decode_steps(executor: EmulatedExecutor, blocks: tuple[int, ...], start: int
     return drawn
 
 
-def one_executor(pool: SharedPool) -> EmulatedExecutor:
-    return EmulatedExecutor(pool, COSTS, vocab_size=50_000, sleep=lambda seconds: None)
+def one_executor(pool: SharedPool) -> StepExecutor:
+    part = EmulatedPart(pool, COSTS, sleep=lambda seconds: None)
+    return StepExecutor(emulated.loaded(part, pool, vocab_size=50_000))
 
 
 def test_kv_overwritten_behind_a_running_sequence_changes_its_tokens():
@@ -166,13 +168,13 @@ def test_a_step_reads_as_much_of_a_long_sequence_as_of_a_short_one(monkeypatch):
     layout = KVLayout(num_layers=1, kv_heads=1, head_dim=2, tokens_per_block=4, dtype="f32")
     pool = SharedPool.create("test-reads", layout, 128, generation="g")
     read: list[int] = []
-    whole = EmulatedExecutor._block_digest
+    whole = EmulatedPart._block_digest
 
-    def counting(self: EmulatedExecutor, piece: Piece, index: int, tokens: int) -> int:
+    def counting(self: EmulatedPart, piece: Piece, index: int, tokens: int) -> int:
         read.append(tokens)
         return whole(self, piece, index, tokens)
 
-    monkeypatch.setattr(EmulatedExecutor, "_block_digest", counting)
+    monkeypatch.setattr(EmulatedPart, "_block_digest", counting)
     reads = {}
     for tokens in (8, 400):
         executor, blocks = one_executor(pool), tuple(range(128))

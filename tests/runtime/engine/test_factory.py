@@ -38,9 +38,16 @@ def test_an_engine_this_version_lacks_is_refused(engine, message, tmp_path):
         load_engine(tmp_path, pool_name="test-factory", generation="g")
 
 
-def test_more_than_one_rank_is_refused(tmp_path):
+@pytest.mark.parametrize("engine", ["openvino", "emulated"])
+def test_an_engine_of_several_ranks_is_not_loaded_by_one(engine, tmp_path):
+    written(tmp_path, tiny.config(tiny.architecture(), engine=engine, tp=2))
+    with pytest.raises(EngineError, match=r"built for tp 2 and is started with 1 rank: start it as `mpirun -n 2"):
+        load_engine(tmp_path, pool_name="test-factory", generation="g")
+
+
+def test_a_layout_of_another_tp_than_the_engines_is_refused(tmp_path):
     written(tmp_path, replace(tiny.config(tiny.architecture()), tp=2))
-    with pytest.raises(EngineError, match="tp 2"):
+    with pytest.raises(EngineError, match="tp is 2, its KV layout is of tp 1"):
         load_engine(tmp_path, pool_name="test-factory", generation="g")
 
 

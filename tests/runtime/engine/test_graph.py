@@ -10,13 +10,15 @@ from tests.runtime.engine import reference, tiny
 
 from trtpd.build.machine import import_openvino
 from trtpd.build.manifest import Architecture, Precision
+from trtpd.build.sharding import shard_of
 from trtpd.kv_transfer.pool import SharedPool
 from trtpd.runtime.engine.base import Sampling
 from trtpd.runtime.engine.executor import DrawAt, Piece
 from trtpd.runtime.engine.graph import build_llama
-from trtpd.runtime.engine.openvino import OpenVINOExecutor
+from trtpd.runtime.engine.openvino import OpenVINOPart
 from trtpd.runtime.engine.ov import compile_for_cpu
 from trtpd.runtime.engine.rope import F32, frequencies
+from trtpd.runtime.engine.steps import Step
 from trtpd.runtime.engine.weights import Weights
 
 IDS = [int(token) for token in np.random.default_rng(1).integers(0, 199, 75)]
@@ -27,19 +29,20 @@ def logits_of(arch: Architecture, directory: Path, name: str, steps: list[list[P
     """The logits of each step's sample rows."""
     openvino = import_openvino()
     settings = tiny.config(arch)
-    with Weights(directory / "rank0.safetensors", arch) as weights:
-        model = build_llama(openvino, arch, weights, kv_dtype="f32", positions=settings.max_seq_tokens)
+    shard = shard_of(arch, settings.layout, 0)
+    with Weights(directory, arch, shard) as weights:
+        model = build_llama(openvino, arch, weights, shard, kv_dtype="f32", positions=settings.max_seq_tokens)
     compiled = compile_for_cpu(openvino, model, threads=1, kv_dtype="f32")
     pool = SharedPool.create(f"graph-{name}", settings.layout, 8, generation="g")
-    executor = OpenVINOExecutor(openvino, compiled, pool, settings)
+    part = OpenVINOPart(openvino, compiled, pool, settings, width=arch.vocab_size)
     try:
         found = []
         for pieces in steps:
-            executor.run(pieces)
-            found.append(executor._logits[: sum(piece.draw is not None for piece in pieces)].copy())
+            logits = part.compute(Step(pieces, [0] * len(pieces)))
+            found.append(logits[: sum(piece.draw is not None for piece in pieces)].copy())
         return found
     finally:
-        executor.close()
+        part.close()
         pool.close()
 
 

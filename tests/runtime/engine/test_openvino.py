@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 from tests.runtime.engine import tiny
 from tests.runtime.engine.driver import Driver, prompt, request
 
-from trtpd.build.backends.openvino import WEIGHTS_FILE
+from trtpd.build.backends.openvino import weights_file
 from trtpd.build.machine import import_openvino
 from trtpd.errors import EngineError
 from trtpd.runtime.core.events import Rejected
@@ -117,7 +117,7 @@ def test_a_configuration_it_cannot_run_is_refused(config, message, directory):
 
 
 def test_a_missing_a_truncated_and_a_wrong_weights_file_are_named(directory):
-    path = directory / WEIGHTS_FILE
+    path = directory / weights_file(0)
     good = load_file(path)
 
     def refusal() -> str:
@@ -133,20 +133,20 @@ def test_a_missing_a_truncated_and_a_wrong_weights_file_are_named(directory):
     save_file(good | {name: good[name].astype(np.float16)}, path)
     assert "float16" in refusal()
     path.write_bytes(path.read_bytes()[:1000])
-    assert WEIGHTS_FILE in refusal()
+    assert weights_file(0) in refusal()
     path.unlink()
-    assert WEIGHTS_FILE in refusal()
+    assert weights_file(0) in refusal()
 
 
 def test_bf16_must_be_declared_as_such(directory):
     tensors = tiny.stored(tiny.weights(ARCH), "bf16")
-    save_file(tensors, directory / WEIGHTS_FILE, metadata={"bf16_as_u16": json.dumps([])})
+    save_file(tensors, directory / weights_file(0), metadata={"bf16_as_u16": json.dumps([])})
     with pytest.raises(EngineError, match="uint16, expected f32 or bf16"):
         tiny.load_openvino(settings(), directory)
 
 
 def test_an_untied_model_needs_its_head(directory):
-    path = directory / WEIGHTS_FILE
+    path = directory / weights_file(0)
     good = load_file(path)
     save_file({key: value for key, value in good.items() if key != "lm_head.weight"}, path)
     with pytest.raises(EngineError, match=r"lm_head\.weight"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import threading
 from itertools import count
 from pathlib import Path
 
@@ -10,10 +12,12 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import save_file
 
-from trtpd.build.backends.openvino import WEIGHTS_FILE, quantise
+from trtpd.build.backends.openvino import quantise, stored_part, weights_file
 from trtpd.build.manifest import Architecture, EngineConfig, Precision, RoleProfile, RopeScaling
+from trtpd.build.sharding import shard_of
 from trtpd.kv_transfer.layout import KVDtype, KVLayout
 from trtpd.runtime.engine import emulated, openvino
+from trtpd.runtime.engine.ranks import LocalRanks
 from trtpd.runtime.engine.shell import ScheduledEngine
 
 F32 = npt.NDArray[np.float32]
@@ -103,9 +107,24 @@ def read_back(tensors: dict[str, npt.NDArray[np.generic]]) -> dict[str, F32]:
 
 
 def save(directory: Path, tensors: dict[str, npt.NDArray[np.generic]]) -> Path:
-    bf16 = [name for name, tensor in tensors.items() if tensor.dtype == np.uint16]
-    save_file(tensors, str(directory / WEIGHTS_FILE), metadata={"bf16_as_u16": json.dumps(bf16)})
+    _write(directory / weights_file(0), tensors)
     return directory
+
+
+def save_ranks(directory: Path, tensors: dict[str, npt.NDArray[np.generic]], settings: EngineConfig) -> Path:
+    """The files of every rank that `settings` say there are."""
+    arch = settings.architecture
+    for rank in range(settings.tp):
+        shard = shard_of(arch, settings.layout, rank)
+        parts = {name: stored_part(name, tensor, arch, shard) for name, tensor in tensors.items()}
+        held = {name: np.ascontiguousarray(part) for name, part in parts.items() if part is not None}
+        _write(directory / weights_file(rank), held)
+    return directory
+
+
+def _write(path: Path, tensors: dict[str, npt.NDArray[np.generic]]) -> None:
+    bf16 = [name for name, tensor in tensors.items() if tensor.dtype == np.uint16]
+    save_file(tensors, str(path), metadata={"bf16_as_u16": json.dumps(bf16)})
 
 
 def config(
@@ -117,13 +136,14 @@ def config(
     profile: RoleProfile = PROFILE,
     max_seq_tokens: int = 256,
     tokens_per_block: int = 32,
+    tp: int = 1,
 ) -> EngineConfig:
     return EngineConfig(
         format=1,
         engine=engine,
         role="mixed",
         model="tiny",
-        tp=1,
+        tp=tp,
         precision=precision,
         architecture=arch,
         layout=KVLayout(
@@ -132,6 +152,7 @@ def config(
             head_dim=arch.head_dim,
             tokens_per_block=tokens_per_block,
             dtype=kv_dtype,
+            tp=tp,
         ),
         profile=profile,
         max_seq_tokens=max_seq_tokens,
@@ -157,3 +178,19 @@ def load_emulated(settings: EngineConfig) -> ScheduledEngine:
         sleep=lambda seconds: None,
         clock=lambda: 0.0,
     )
+
+
+def load_local(settings: EngineConfig, directory: Path) -> ScheduledEngine:
+    """The engine of `settings.tp` ranks, each a thread of this process; they end with it."""
+    module = {"openvino": openvino, "emulated": emulated}[settings.engine]
+    ranks = LocalRanks.make(settings.tp)
+    name = f"test-{next(_names)}"
+
+    def follow(rank: LocalRanks) -> None:
+        follower = module.join(settings, directory, pool_name=f"{name}.{rank.rank}", generation="g", ranks=rank)
+        with contextlib.closing(follower), contextlib.suppress(threading.BrokenBarrierError):  # after an abort
+            follower.run()
+
+    for rank in ranks[1:]:
+        threading.Thread(target=follow, args=(rank,), daemon=True).start()
+    return module.load(settings, directory, pool_name=name, generation="g", ranks=ranks[0])

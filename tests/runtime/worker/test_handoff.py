@@ -7,6 +7,7 @@ import tempfile
 import threading
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -30,7 +31,7 @@ KV_BLOCKS = 192
 class Pair:
     """prefill_0 and decode_0 in threads of this process, and one router at a time."""
 
-    def __init__(self, *, path: str = "auto", **costs: float) -> None:
+    def __init__(self, *, path: str = "auto", **costs: Any) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="tw-"))
         self.address = f"ipc://{self.folder}/router"
         build = write_build(self.folder / "build", "prefill", "decode", kv_blocks=KV_BLOCKS, path=path, **costs)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from trtpd.build.manifest import (
@@ -21,14 +23,14 @@ LAYOUT = KVLayout(num_layers=2, kv_heads=2, head_dim=8, tokens_per_block=4, dtyp
 VOCAB = 1000
 
 
-def engine_config(role: RoleName, *, kv_blocks: int = 64, **costs: float) -> EngineConfig:
+def engine_config(role: RoleName, *, kv_blocks: int = 64, tp: int = 1, **costs: float) -> EngineConfig:
     """An emulated engine of 256 tokens at most, in chunks of 16; `costs` as in StepCosts, else nearly none."""
     return EngineConfig(
         format=FORMAT,
         engine="emulated",
         role=role,
         model="toy",
-        tp=1,
+        tp=tp,
         precision="f32",
         architecture=Architecture(
             num_hidden_layers=LAYOUT.num_layers,
@@ -43,7 +45,7 @@ def engine_config(role: RoleName, *, kv_blocks: int = 64, **costs: float) -> Eng
             max_position_embeddings=256,
             tie_word_embeddings=True,
         ),
-        layout=LAYOUT,
+        layout=replace(LAYOUT, tp=tp),
         profile=RoleProfile(max_step_tokens=32, chunk_tokens=16, max_batch=8, kv_blocks=kv_blocks, threads=1),
         max_seq_tokens=256,
         end_ids=(2,),
@@ -56,12 +58,18 @@ def engine_config(role: RoleName, *, kv_blocks: int = 64, **costs: float) -> Eng
 
 
 def write_build(
-    folder: Path, *roles: RoleName, kv_blocks: int = 64, lease_s: float = 5.0, path: str = "auto", **costs: float
+    folder: Path,
+    *roles: RoleName,
+    kv_blocks: int = 64,
+    lease_s: float = 5.0,
+    path: str = "auto",
+    tp: Mapping[RoleName, int] | None = None,
+    **costs: float,
 ) -> Path:
-    """A build with one instance per role, named ROLE_0, whose KV moves by `path`."""
+    """A build with one instance per role, named ROLE_0, of `tp` ranks (else one), whose KV moves by `path`."""
     entries: dict[str, RoleEntry] = {}
     for role in roles:
-        config = engine_config(role, kv_blocks=kv_blocks, **costs)
+        config = engine_config(role, kv_blocks=kv_blocks, tp=(tp or {}).get(role, 1), **costs)
         (folder / role).mkdir(parents=True)
         write_json(folder / role / "config.json", config)
         entries[role] = RoleEntry(
@@ -69,7 +77,7 @@ def write_build(
             fingerprint=config.fingerprint,
             engine="emulated",
             precision="f32",
-            layout=LAYOUT,
+            layout=config.layout,
             instances=(f"{role}_0",),
         )
     manifest = Manifest(

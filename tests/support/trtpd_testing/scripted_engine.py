@@ -10,6 +10,7 @@ from trtpd.errors import InternalError, RequestError
 from trtpd.kv_transfer.base import Key, PullResult
 from trtpd.kv_transfer.layout import KVLayout
 from trtpd.kv_transfer.offer import Chunk, Offer, Seal
+from trtpd.kv_transfer.pool import PoolAddress
 from trtpd.runtime.core import events as core
 from trtpd.runtime.engine.base import EngineEvent, EngineLimits, EngineRequest, StepReport
 from trtpd.runtime.worker.leader_link import InboxItem, Registered
@@ -23,6 +24,7 @@ class ScriptedKV:
 
     layout = LAYOUT
     pool: Any = None
+    others: tuple[PoolAddress, ...] = ()
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
