@@ -54,7 +54,7 @@ def sweep_leftovers() -> list[str]:
         if _owner_is_gone(path.name):
             remove(path)
             removed.append(path.name)
-    return removed + sweep_groups()
+    return removed + sweep_groups(SHM_DIR)
 
 
 def sweep_regions(prefix: str) -> list[str]:

@@ -117,7 +117,7 @@ class Life:
         if self.group is not None:
             self.group.kill()
             self.group.remove()
-        sweep()
+            sweep()
 
 
 class WorkerProcess:
@@ -184,6 +184,7 @@ class WorkerProcess:
 
     def _live(self) -> tuple[str | None, str]:
         """One life of the worker: its generation if it came to serve, and how it ended."""
+        sweep()  # the pools of a worker whose keeper was killed along with it
         try:
             life = self._spawn()
         except (ServeError, OSError) as error:

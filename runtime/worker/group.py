@@ -85,10 +85,10 @@ class GroupFolder:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
-def sweep_groups() -> list[str]:
+def sweep_groups(directory: Path = SHM_DIR) -> list[str]:
     """Removes the folders of groups whose keepers are gone. Returns their names."""
     removed = []
-    for path in SHM_DIR.glob(f"{PREFIX}*"):
+    for path in directory.glob(f"{PREFIX}*"):
         match = _OWNER.match(path.name)
         if match is not None and start_ticks(int(match["pid"])) != int(match["start"]):
             shutil.rmtree(path, ignore_errors=True)

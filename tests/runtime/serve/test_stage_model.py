@@ -9,7 +9,9 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
+from trtpd_testing.emulated_build import write_build
 
+from trtpd.build.manifest import read_manifest, write_json
 from trtpd.runtime.serve import stage_model
 from trtpd.runtime.serve.stage_model import StageModel
 from trtpd.runtime.serve.worker_process import Ready
@@ -152,3 +154,15 @@ def test_what_can_not_be_measured_is_refused_by_name(model, tensors, named):
     error = request.last().error
     assert named in str(error)
     assert error.code == TritonError.INVALID_ARG
+
+
+def test_the_worker_of_a_group_is_started_with_its_ranks_and_hosts(tmp_path, monkeypatch):
+    build = write_build(tmp_path / "build", "prefill", "decode", tp={"decode": 3})
+    manifest = read_manifest(build)
+    pools = {"decode": {"hosts": ["here:2", "there"], "tp": 3}}
+    write_json(build / "manifest.json", msgspec.structs.replace(manifest, settings={"pools": pools}))
+    monkeypatch.setenv("TRTPD_ROUTER", "ipc://r")
+    monkeypatch.setenv("TRTPD_RUN_DIR", str(tmp_path))
+    prefill, decode = (stage_model.worker_command(build, name) for name in ("prefill_0", "decode_0"))
+    assert (prefill.ranks, prefill.hosts) == (1, None)
+    assert (decode.ranks, decode.hosts) == (3, ["here:2", "there"])

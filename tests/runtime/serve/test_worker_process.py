@@ -10,12 +10,14 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
-from trtpd.errors import EngineError
+from trtpd.errors import EngineError, ServeError
 from trtpd.runtime.core.events import Lost
 from trtpd.runtime.serve.worker_process import WorkerCommand, WorkerProcess, worker_environment
+from trtpd.runtime.worker.mpirun import Mpi
 
 WAIT_S = 20.0
 READY = 'import json,os,sys; print(json.dumps({"ready":True,"generation":"g%d"%os.getpid(),"local":"x"}),flush=True);'
@@ -151,3 +153,28 @@ def test_the_command_names_build_instance_router_and_run_directory(tmp_path):
     argv = command.argv()
     assert argv[1:3] == ["-m", "trtpd.runtime.worker"]
     assert json.dumps(argv).count("--") == 4
+
+
+def test_a_worker_of_several_ranks_is_started_by_mpirun_in_its_groups_folder(tmp_path):
+    command = WorkerCommand(
+        build=tmp_path, instance="decode_0", router="ipc://r", run_dir=tmp_path, ranks=3, hosts=["here:2", "there"]
+    )
+    words = command.group_argv(Mpi(mpirun=Path("/mpi/bin/mpirun"), version="5"), tmp_path / "group", {"PATH": "/bin"})
+    assert words[:3] == ["/mpi/bin/mpirun", "-n", "3"]
+    assert "here:2,there" in words
+    start = words.index(sys.executable)
+    assert words[start : start + 5] == [sys.executable, "-m", "mpi4py", "-m", "trtpd.runtime.worker"]
+    assert words[-2:] == ["--group", str(tmp_path / "group")]
+    assert words[start + 3 : -2] == command.argv()[1:]
+
+
+def test_a_group_whose_folder_can_not_be_made_says_so_and_is_tried_again(keep, reported, monkeypatch):
+    def no_room(instance, ranks):
+        raise ServeError("/dev/shm/trtpd-mpi, where the ranks meet, can't be made: No space left on device")
+
+    worker = keep(SERVE)
+    worker._mpi = Mpi(mpirun=Path("/mpi/bin/mpirun"), version="5")
+    monkeypatch.setattr("trtpd.runtime.serve.worker_process.GroupFolder.make", no_room)
+    with pytest.raises(EngineError, match=r"x_0: its worker could not start: .*No space left on device"):
+        worker.start(WAIT_S)
+    assert reported == []
