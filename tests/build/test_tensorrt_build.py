@@ -7,7 +7,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -341,6 +341,15 @@ def test_gpus_are_dealt_out_or_taken_in_turn() -> None:
     assert share_devices("0", 2) == [("0",), ("0",)]
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt, also where the tests were started in the background, with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_ends_what_was_started(tmp_path: Path) -> None:
     program = tmp_path / "sleeps"
     program.write_text("#!/bin/sh\necho $$ > pid\nexec sleep 60\n")
