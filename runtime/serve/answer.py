@@ -89,9 +89,7 @@ class Answer:
 
 
 def failure_of(code: str, message: str, *, retry_after_s: float | None = None) -> Failure:
-    """An error for the client. A reason that is no fault of the request is put in front, for machines."""
+    """An error for the client. Its reason is put in front, for machines: an error in a stream carries no status."""
     status = STATUS_OF_CODE.get(code, "UNAVAILABLE")
-    if status == "INVALID_ARG":
-        return Failure(status=status, message=message)
     retry = f" retry_after_s={retry_after_s:g}" if retry_after_s is not None else ""
     return Failure(status=status, message=f"code={code}{retry} {message}".rstrip())

@@ -127,10 +127,11 @@ def _translated(error: InferenceServerException, url: str) -> TrtpdError:
     message = _first_line(error.message())
     found = re.match(r"code=(\w+)(?: retry_after_s=([\d.]+))? ?(.*)", message)
     if found is None:
-        status = str(error.status() or "")
-        invalid = "INVALID_ARG" in status
-        return RequestError(message) if invalid else ServeError(f"{url}: {message}")
+        refused_by_triton = "INVALID_ARG" in str(error.status() or "")
+        return RequestError(message) if refused_by_triton else ServeError(f"{url}: {message}")
     code, retry_after, text = found[1], found[2], found[3]
+    if code == RequestError.code:
+        return RequestError(text)
     if code == SaturatedError.code:
         wait_s = float(retry_after or 1.0)
         return SaturatedError(f"the server is full: {text}; try again in {wait_s:g} s", retry_after_s=wait_s)

@@ -110,6 +110,8 @@ def parse_messages(text: str) -> tuple[Message, ...]:
         ) from error
     if not 0 < len(messages) <= MAX_MESSAGES:
         raise RequestError(f"messages: {len(messages)} messages; send 1 to {MAX_MESSAGES}")
+    if not messages[-1].content:
+        raise RequestError("messages: the last one is empty; send a question of at least one character")
     return messages
 
 

@@ -19,6 +19,14 @@ from trtpd.console import say
 from trtpd.errors import TrtpdError
 
 
+class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """Shows the example as written and each option's default."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        unset = action.default in (None, False, argparse.SUPPRESS) or action.default == []
+        return action.help if unset else super()._get_help_string(action)
+
+
 class Parser(argparse.ArgumentParser):
     """Usage errors in one line, exit 2."""
 
@@ -37,10 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _failed(args, "interrupted", 130, "interrupted")
     except BrokenPipeError:
-        # Whoever read our output has left; Python would complain again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _let_go_of_stdout()
         return 1
     except OSError as error:
+        _let_go_of_stdout(only_if_broken=True)
         where = f"{error.filename}: " if error.filename else ""
         return _failed(args, f"{where}{error.strerror or error}", 1, "os_error")
     except Exception as error:  # noqa: BLE001 - the last boundary: a bug of ours still ends in one line
@@ -48,11 +56,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _failed(args, message, 1, "internal")
 
 
+def _let_go_of_stdout(*, only_if_broken: bool = False) -> None:
+    """Whoever read our output has left, or its disk is full; Python would complain again when it flushes at exit."""
+    if only_if_broken:
+        try:
+            sys.stdout.flush()
+        except OSError:
+            pass
+        else:
+            return
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _failed(args: argparse.Namespace, message: str, status: int, code: str) -> int:
     line = " ".join(message.split())
-    if args.json:
-        print(json.dumps({"error": line, "code": code}, ensure_ascii=False), flush=True)
     say(f"trtpd {args.command}: {line}")
+    if args.json:
+        try:
+            print(json.dumps({"error": line, "code": code}, ensure_ascii=False), flush=True)
+        except OSError:
+            _let_go_of_stdout()
     if args.verbose:
         traceback.print_exc()
     return status
@@ -77,7 +100,7 @@ def _command(subs: Subparsers, name: str, text: str, example: str) -> Parser:
         help=text,
         description=f"{text[0].upper()}{text[1:]}.",
         epilog=f"example: {example}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_Help,
     )
     sub.add_argument("--json", action="store_true", help="one JSON object on standard output, nothing else")
     sub.add_argument("-v", "--verbose", action="store_true", help="say more, tracebacks included")
@@ -100,7 +123,9 @@ def _init(subs: Subparsers) -> None:
     )
     sub.add_argument("--model", type=Path, metavar="DIR", help="Hugging Face folder or .gguf (default: smollm2)")
     sub.add_argument("--engine", choices=["openvino", "tensorrt_llm", "emulated"], default="openvino")
-    sub.add_argument("-o", "--output", type=Path, default=Path("pipeline.yaml"), metavar="FILE")
+    sub.add_argument(
+        "-o", "--output", type=Path, default=Path("pipeline.yaml"), metavar="FILE", help="where to write it"
+    )
     sub.add_argument("--force", action="store_true", help="overwrite an existing file")
     sub.set_defaults(run=commands.init)
 
@@ -118,7 +143,7 @@ def _build(subs: Subparsers) -> None:
         subs, "build", "make each role's engine and the Triton model repository", "trtpd build pipeline.yaml -o BUILD"
     )
     sub.add_argument("pipeline", type=Path, metavar="FILE", help="the pipeline file")
-    sub.add_argument("-o", "--output", type=Path, default=Path("BUILD"), metavar="DIR")
+    sub.add_argument("-o", "--output", type=Path, default=Path("BUILD"), metavar="DIR", help="the build directory")
     sub.add_argument("--role", choices=["prefill", "decode", "mixed"], help="build only this role")
     sub.add_argument("--force", action="store_true", help="build even what has not changed")
     sub.add_argument("--dry-run", action="store_true", help="say what would be built")
@@ -146,7 +171,7 @@ def _serve(subs: Subparsers) -> None:
     sub.add_argument("--http", type=_port, default=8000, metavar="PORT", help="KServe HTTP (0: any free port)")
     sub.add_argument("--grpc", type=_port, default=8001, metavar="PORT", help="KServe gRPC (0: any free port)")
     sub.add_argument("--metrics", type=_port, default=8002, metavar="PORT", help="Prometheus (0: any free port)")
-    sub.add_argument("--host", default="127.0.0.1", metavar="ADDR", help="address to listen on (default: loopback)")
+    sub.add_argument("--host", default="127.0.0.1", metavar="ADDR", help="address to listen on")
     sub.add_argument("--only", metavar="NAMES", help="start only these models, comma separated")
     sub.add_argument("--router", metavar="ADDR", help="the address the router is (or will be) bound to")
     sub.add_argument(
@@ -160,7 +185,7 @@ def _generate(subs: Subparsers) -> None:
     sub = _command(subs, "generate", "stream an answer and print its timeline", 'trtpd generate "Why is the sea blue?"')
     sub.add_argument("prompt", metavar="PROMPT", help="the question; - reads standard input")
     _url(sub)
-    sub.add_argument("--max-tokens", type=int, default=128, metavar="N")
+    sub.add_argument("--max-tokens", type=int, default=128, metavar="N", help="length of the answer at most")
     sub.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy")
     sub.add_argument("--top-p", type=float, metavar="P")
     sub.add_argument("--top-k", type=int, metavar="K")

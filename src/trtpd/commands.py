@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from trtpd import console
-from trtpd.errors import InputError
+from trtpd.errors import InputError, ServeError
 
 
 def fetch(args: argparse.Namespace) -> int:
@@ -120,6 +121,10 @@ def generate(args: argparse.Namespace) -> int:
     from trtpd.runtime.serve.timeline import render
 
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise InputError("PROMPT is not valid UTF-8 text; convert it first (iconv -t UTF-8)") from error
     message: dict[str, Any] = {"prompt": prompt} if args.raw else {"messages": [{"role": "user", "content": prompt}]}
     text, timeline = "", None
     ids: list[int] = []
@@ -153,9 +158,18 @@ def generate(args: argparse.Namespace) -> int:
 def status(args: argparse.Namespace) -> int:
     from trtpd.runtime.serve.client import status as ask
 
+    shown = False
     while True:
-        found = ask(args.url)
-        if args.watch and sys.stdout.isatty() and not args.json:
+        try:
+            found = ask(args.url)
+        except ServeError as error:
+            if not (args.watch and shown):
+                raise
+            console.say(f"trtpd status: {error}")
+            time.sleep(1.0)
+            continue
+        shown = True
+        if args.watch and not args.json and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb":
             print("\x1b[2J\x1b[H", end="")
         if args.json:
             console.result(found, as_json=True)

@@ -140,6 +140,19 @@ def test_a_table_shows_brackets_as_they_are(capsys):
     assert "trtpd[mpi]" in capsys.readouterr().out
 
 
+def test_a_full_disk_behind_stdout_is_one_line():
+    script = f"{sys.executable} -P -m trtpd.cli doctor --json >/dev/full"
+    run = subprocess.run(["sh", "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 1
+    assert len(run.stderr.strip().splitlines()) == 1
+
+
+def test_a_prompt_that_is_not_utf8_is_bad_input(capsys):
+    status, _, err = run("generate", "caf\udce9", capsys=capsys)
+    assert status == 2
+    assert "UTF-8" in err
+
+
 def test_a_reader_that_leaves_is_no_traceback():
     script = f"{sys.executable} -P -m trtpd.cli doctor --json | head -c 1"
     run = subprocess.run(["sh", "-c", script], capture_output=True, text=True, timeout=60, check=False)

@@ -32,6 +32,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "an empty prompt": ({"text_input": ""}, "empty"),
     "no prompt": ({}, "text_input"),
     "both prompts": ({"text_input": TEXT, "messages": "[]"}, "messages"),
+    "an empty question": ({"messages": '[{"role": "user", "content": ""}]'}, "empty"),
     "a conversation that is not JSON": ({"messages": "hello"}, "messages"),
     "max_tokens 0": ({"text_input": TEXT, "max_tokens": 0}, "max_tokens"),
     "max_tokens below 0": ({"text_input": TEXT, "max_tokens": -4}, "max_tokens"),
@@ -98,6 +99,19 @@ def test_http_generate_stream_sends_the_text_in_pieces(pair: Server, golden: dic
     pieces = [json.loads(line[5:])["text_output"] for line in body.splitlines() if line.startswith("data:")]
     assert "".join(pieces) == story["text_output"]
     assert len(pieces) > 3
+
+
+def test_a_form_encoded_body_of_10_mb_is_refused_and_the_server_lives(pair: Server) -> None:
+    request = urllib.request.Request(
+        f"http://{pair.http}/v2/models/pd/generate",
+        data=json.dumps({"text_input": "x" * 10_000_000, "max_tokens": 4}).encode(),
+        headers={"Content-Type": "application/x-www-form-urlencoded"},
+    )
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request, timeout=60)
+    refused.value.close()
+    assert refused.value.code == 400
+    assert ask(pair, text_input=TEXT, max_tokens=1).error is None
 
 
 def test_http_maps_bad_input_to_400(pair: Server) -> None:
