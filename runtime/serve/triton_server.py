@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 import signal
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from trtpd.errors import ServeError
@@ -19,6 +19,9 @@ from trtpd.runtime.serve.triton_http import KEY_HEADER
 from trtpd.runtime.worker.parent import signal_on_parents_death
 
 EXIT_TIMEOUT_S = 5
+STACK_BYTES = 256 << 20
+"""For each of the server's threads, of which only what is used becomes memory: its HTTP front parses a form (what curl
+says a body is unless told otherwise) on its stack, and a large one would end the server."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +64,7 @@ class TritonServer:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C at a terminal is for the launcher alone
-                preexec_fn=partial(signal_on_parents_death, signal.SIGTERM),
+                preexec_fn=_prepare,
             )
 
     def check(self) -> None:
@@ -123,3 +126,16 @@ class TritonServer:
             "--strict-readiness=true",
             *(f"--backend-config=python,{key}={value}" for key, value in python.items()),
         ]
+
+
+def _prepare() -> None:
+    """Called between fork and exec."""
+    signal_on_parents_death(signal.SIGTERM)
+    soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
+    resource.setrlimit(resource.RLIMIT_STACK, (stack_limit(soft, hard), hard))
+
+
+def stack_limit(soft: int, hard: int) -> int:
+    """The soft limit to run the server with. With none at all threads get a small stack, so that is lowered too."""
+    wanted = STACK_BYTES if hard == resource.RLIM_INFINITY else min(STACK_BYTES, hard)
+    return wanted if soft == resource.RLIM_INFINITY else max(soft, wanted)
