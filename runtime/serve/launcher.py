@@ -170,7 +170,7 @@ class Launcher:
             host=self._options.host,
             ports=self._ports,
             models=len(self._models),
-            repository=(self._options.build / "model_repo").resolve(),
+            repository=rundir.link_repository(self._dir, self._options.build),
             run_dir=self._dir,
             environment=package.environment(os.environ) | self._model_environment(),
             control_key=self._control_key,

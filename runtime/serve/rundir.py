@@ -5,6 +5,7 @@ RUN/
   stubs/NAME       Identity of the Triton stub that runs model NAME
   drain            present once serving ends: the instant (monotonic clock) at which streams are cut
   backends/        what tritonserver takes for its backend directory
+  model_repo       the build's models, under a name that a shell takes as it is
   router.ipc ...   sockets
 """
 
@@ -27,6 +28,7 @@ REGION_PREFIX = "trtpd-triton."
 SOCKET_PATH_BYTES = 100
 """Linux allows 107 for a socket's path; the longest name of ours must fit behind the directory."""
 
+_PLAIN = re.compile(r"[A-Za-z0-9_./-]+")
 _OWNER = re.compile(r"[a-z-]+\.(\d+)\.(\d+)\.")
 
 
@@ -37,6 +39,13 @@ def make_run_dir() -> Path:
     for name in ("logs", "stubs", "backends"):
         (path / name).mkdir()
     return path
+
+
+def link_repository(run_dir: Path, build: Path) -> Path:
+    """The model repository as Triton is to be told of it: a plain path, whatever that of `build` looks like."""
+    link = run_dir / "model_repo"
+    link.symlink_to((build / "model_repo").resolve())
+    return link
 
 
 def region_prefix() -> str:
@@ -123,9 +132,11 @@ def tail(path: Path, lines: int = 15) -> str:
 
 
 def _base() -> Path:
-    """Where run directories are made: the temporary directory, unless its name leaves no room for a socket's."""
-    base = Path(tempfile.gettempdir())
-    return SHORT_TMP if len(str(base)) > SOCKET_PATH_BYTES // 2 else base
+    """Where run directories are made: the temporary directory, unless its name leaves no room for a socket's, or has
+    characters that mean something to a shell: Triton starts its stubs through one and quotes nothing."""
+    base = tempfile.gettempdir()
+    fits = len(base) <= SOCKET_PATH_BYTES // 2 and _PLAIN.fullmatch(base)
+    return Path(base) if fits else SHORT_TMP
 
 
 def _owner_is_gone(name: str) -> bool:
