@@ -5,7 +5,8 @@ RUN/
   stubs/NAME       Identity of the Triton stub that runs model NAME
   drain            present once serving ends: the instant (monotonic clock) at which streams are cut
   backends/        what tritonserver takes for its backend directory
-  model_repo       the build's models, under a name that a shell takes as it is
+  model_repo       the build's models, under a name that a shell takes as it is; build/model_repo for a build whose
+                   path is not ASCII
   router.ipc ...   sockets
 """
 
@@ -43,9 +44,24 @@ def make_run_dir() -> Path:
 
 def link_repository(run_dir: Path, build: Path) -> Path:
     """The model repository as Triton is to be told of it: a plain path, whatever that of `build` looks like."""
-    link = run_dir / "model_repo"
-    link.symlink_to((build / "model_repo").resolve())
-    return link
+    build = build.resolve()
+    if str(build).isascii():
+        link = run_dir / "model_repo"
+        link.symlink_to(build / "model_repo")
+        return link
+    return _mirror(build, run_dir / "build") / "model_repo"
+
+
+def _mirror(build: Path, mirror: Path) -> Path:
+    """A build under another name: folders that resolve to themselves, and links below. For a stub's interpreter, which
+    takes every path for ASCII."""
+    models = [path for path in (build / "model_repo").iterdir() if path.is_dir()]
+    others = [path for path in build.iterdir() if path.name != "model_repo"]
+    for path in others + [file for model in models for file in model.iterdir()]:
+        link = mirror / path.relative_to(build)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(path)
+    return mirror
 
 
 def region_prefix() -> str:

@@ -57,6 +57,17 @@ def test_models_find_their_build_through_the_link_in_the_run_directory(places):
     assert build_of({"model_repository": str(link / "pd")}) == build
 
 
+def test_a_build_whose_path_is_not_ascii_is_reached_by_one_that_is(places):
+    build = places / "bäü"
+    (build / "model_repo" / "pd" / "1").mkdir(parents=True)
+    (build / "manifest.json").write_text("{}")
+    link = rundir.link_repository(rundir.make_run_dir(), build)
+    found = build_of({"model_repository": str(link / "pd")})
+    assert str(found).isascii()
+    assert (found / "manifest.json").samefile(build / "manifest.json")
+    assert (link / "pd" / "1").is_dir()
+
+
 def test_what_was_made_elsewhere_for_want_of_a_short_name_is_swept_too(places, ended, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(places / ("long" * 20)))
     mine = rundir.make_run_dir()
