@@ -117,6 +117,12 @@ def stub_of(run_dir: Path, model: str) -> Identity | None:
         return None
 
 
+def stubs(run_dir: Path) -> list[Identity]:
+    """Every stub that has said what it runs."""
+    found = (stub_of(run_dir, path.name) for path in (run_dir / "stubs").glob("*") if path.suffix != ".new")
+    return [stub for stub in found if stub is not None]
+
+
 def forget_stub(run_dir: Path, model: str) -> None:
     (run_dir / "stubs" / model).unlink(missing_ok=True)
 

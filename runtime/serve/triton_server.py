@@ -6,9 +6,12 @@ import contextlib
 import resource
 import signal
 import subprocess
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from trtpd.errors import ServeError
 from trtpd.runtime.serve import rundir
@@ -19,6 +22,7 @@ from trtpd.runtime.serve.triton_http import KEY_HEADER
 from trtpd.runtime.worker.parent import signal_on_parents_death
 
 EXIT_TIMEOUT_S = 5
+LOOK_S = 2.0
 STACK_BYTES = 256 << 20
 """For each of the server's threads, of which only what is used becomes memory: its HTTP front parses a form (what curl
 says a body is unless told otherwise) on its stack, and a large one would end the server."""
@@ -52,6 +56,8 @@ class TritonServer:
         self._plan = plan
         self._log = plan.run_dir / "logs" / "tritonserver.log"
         self._process: subprocess.Popen[bytes] | None = None
+        self._below: set[psutil.Process] = set()
+        self._looked_s = 0.0
 
     def start(self) -> None:
         """Returns at once. The models are not loaded."""
@@ -68,10 +74,12 @@ class TritonServer:
             )
 
     def check(self) -> None:
-        """Raises ServeError with the log's last lines if it is gone."""
+        """Raises ServeError with the log's last lines if it is gone. To be called every few seconds while it runs."""
         code = self._process.poll() if self._process is not None else None
         if code is not None:
             raise ServeError(f"tritonserver ended with code {code}; its last lines:\n{self.last_lines()}")
+        if self._process is not None and time.monotonic() - self._looked_s > LOOK_S:
+            self._look_below(self._process.pid)
 
     def last_lines(self) -> str:
         return rundir.tail(self._log)
@@ -87,11 +95,22 @@ class TritonServer:
         """Ends it and every process below it at once. Idempotent."""
         if self._process is None:
             return
-        below = descendants(self._process.pid)
+        self._look_below(self._process.pid)
         if self._process.poll() is None:
             self._process.kill()
-        kill_all(below)
+        kill_all(self._below)
         self._process.wait()
+
+    def _look_below(self, pid: int) -> None:
+        """Those below a process that is gone can't be found any more, so they are remembered while it runs; a stub may
+        have said since who it is."""
+        self._looked_s = time.monotonic()
+        found = set(descendants(pid))
+        for stub in rundir.stubs(self._plan.run_dir):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if stub.alive:
+                    found |= {psutil.Process(stub.pid), *descendants(stub.pid)}
+        self._below = found | {process for process in self._below if process.is_running()}
 
     def _command(self) -> list[str]:
         plan = self._plan

@@ -1,10 +1,18 @@
 from __future__ import annotations
 
+import os
 import resource
+import signal
+import time
+from pathlib import Path
 
+import psutil
 import pytest
 
-from trtpd.runtime.serve.triton_server import STACK_BYTES, stack_limit
+from trtpd.errors import ServeError
+from trtpd.runtime.serve.preflight import Ports
+from trtpd.runtime.serve.server_package import ServerPackage
+from trtpd.runtime.serve.triton_server import STACK_BYTES, ServerPlan, TritonServer, stack_limit
 
 NONE = resource.RLIM_INFINITY
 
@@ -20,3 +28,65 @@ NONE = resource.RLIM_INFINITY
 )
 def test_the_servers_threads_get_a_large_stack_as_far_as_the_host_allows(soft, hard, expected):
     assert stack_limit(soft, hard) == expected
+
+
+@pytest.fixture
+def server(tmp_path):
+    """Starts a shell script in the place of tritonserver."""
+    started = []
+
+    def start(script: str) -> TritonServer:
+        binary = tmp_path / "tritonserver"
+        binary.write_text(f"#!/bin/bash\n{script}\n")
+        binary.chmod(0o755)
+        for name in ("logs", "stubs"):
+            (tmp_path / name).mkdir()
+        package = ServerPackage(
+            name="script", binary=binary, backend=tmp_path, stub=tmp_path, caches=tmp_path, libraries=None
+        )
+        plan = ServerPlan(
+            package=package,
+            host="127.0.0.1",
+            ports=Ports(http=1, grpc=2, metrics=3),
+            models=1,
+            repository=tmp_path,
+            run_dir=tmp_path,
+            environment=dict(os.environ),
+            control_key="k",
+            load_timeout_s=1.0,
+        )
+        started.append(TritonServer(plan))
+        started[-1].start()
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.kill()
+
+
+def pid_in(path: Path) -> int:
+    while not (path.exists() and path.read_text().strip()):
+        time.sleep(0.01)
+    return int(path.read_text())
+
+
+def end_of(server: TritonServer) -> str:
+    """What is said of its end."""
+    while True:
+        try:
+            server.check()
+        except ServeError as error:
+            return str(error)
+        time.sleep(0.01)
+
+
+def test_what_a_killed_server_leaves_running_is_ended_with_it(server, tmp_path):
+    running = server("sleep 600 & echo $! > child; echo $$ > self; wait")
+    child = psutil.Process(pid_in(tmp_path / "child"))
+    parent = pid_in(tmp_path / "self")
+    running.check()
+    os.kill(parent, signal.SIGKILL)
+    end_of(running)
+    assert child.is_running()
+    running.kill()
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
