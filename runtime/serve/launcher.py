@@ -22,7 +22,7 @@ from trtpd.build.manifest import Manifest, read_manifest
 from trtpd.errors import InputError, ServeError
 from trtpd.kv_transfer.pool import sweep
 from trtpd.runtime.serve import rundir
-from trtpd.runtime.serve.preflight import Ports, check_ports, check_shared_memory
+from trtpd.runtime.serve.preflight import Ports, check_ports, check_repository, check_shared_memory
 from trtpd.runtime.serve.server_package import ServerPackage, find_server
 from trtpd.runtime.serve.triton_http import TritonControl
 from trtpd.runtime.serve.triton_server import ServerPlan, TritonServer
@@ -124,6 +124,7 @@ class Launcher:
         build = self._options.build
         manifest = read_manifest(build)
         self._models = models_of(manifest, self._options.only)
+        check_repository(build, self._models)
         package = find_server()
         if package.remark:
             self._say(package.remark)
@@ -157,7 +158,7 @@ class Launcher:
         while not self._control.live():
             self._server.check()
             if time.monotonic() > deadline_s:
-                raise ServeError(f"tritonserver is not up after {LIVE_TIMEOUT_S:g} s\n{self._server.last_lines()}")
+                raise ServeError(f"tritonserver is not up after {LIVE_TIMEOUT_S:g} s{self._server.last_words()}")
             if self._stop.wait(0.05):
                 return
         self._load_group([name for name in self._models if name != ROUTER_MODEL])

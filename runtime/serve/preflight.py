@@ -60,6 +60,16 @@ def _check_host(host: str) -> None:
         ) from error
 
 
+def check_repository(build: Path, models: Sequence[str]) -> None:
+    """Raises InputError if the build lacks what Triton loads these models from."""
+    missing = [name for name in models if not (build / "model_repo" / name / "config.pbtxt").is_file()]
+    if missing:
+        raise InputError(
+            f"{build / 'model_repo'} has no model {', '.join(missing)}; build it again with "
+            f"`trtpd build PIPELINE -o {build} --force`"
+        )
+
+
 def check_shared_memory(build: Path, manifest: Manifest, models: Sequence[str]) -> None:
     """Raises ServeError if /dev/shm has no room for these models' KV pools and the server's own regions."""
     needed = len(models) * REGION_BYTES + sum(pool_bytes(build, manifest, models).values())

@@ -12,6 +12,7 @@ RUN/
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import tempfile
@@ -151,6 +152,19 @@ def tail(path: Path, lines: int = 15) -> str:
     except OSError:
         return ""
     return "\n".join(text.rstrip().splitlines()[-lines:])
+
+
+def keep_log(log: Path) -> Path | None:
+    """Copies a log to where it stays, for this user only, in the place of the last one kept; None if it can't be."""
+    kept = Path(tempfile.gettempdir()) / f"trtpd-last-{os.getuid()}-{log.name}"
+    try:
+        handle, fresh = tempfile.mkstemp(dir=kept.parent, prefix=f"{kept.name}.")
+        with os.fdopen(handle, "wb") as copy, log.open("rb") as source:
+            shutil.copyfileobj(source, copy)
+        os.replace(fresh, kept)
+    except OSError:
+        return None
+    return kept
 
 
 def _base() -> Path:

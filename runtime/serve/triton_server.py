@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import resource
 import signal
 import subprocess
@@ -23,6 +24,8 @@ from trtpd.runtime.worker.parent import signal_on_parents_death
 
 EXIT_TIMEOUT_S = 5
 LOOK_S = 2.0
+LAST_LINES = 200
+ERROR_CHARS = 200
 STACK_BYTES = 256 << 20
 """For each of the server's threads, of which only what is used becomes memory: its HTTP front parses a form (what curl
 says a body is unless told otherwise) on its stack, and a large one would end the server."""
@@ -47,6 +50,9 @@ class ServerPlan:
     control_key: str
     load_timeout_s: float
     verbose: bool = False
+
+
+_STAMP = re.compile(r"[EF]\d{4} \d\d:\d\d:[\d.]+ \d+ \S+\] ")
 
 
 class TritonServer:
@@ -74,15 +80,19 @@ class TritonServer:
             )
 
     def check(self) -> None:
-        """Raises ServeError with the log's last lines if it is gone. To be called every few seconds while it runs."""
+        """Raises ServeError with its last error if it is gone. To be called every few seconds while it runs."""
         code = self._process.poll() if self._process is not None else None
         if code is not None:
-            raise ServeError(f"tritonserver ended with code {code}; its last lines:\n{self.last_lines()}")
+            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+            raise ServeError(f"tritonserver {how}{self.last_words()}")
         if self._process is not None and time.monotonic() - self._looked_s > LOOK_S:
             self._look_below(self._process.pid)
 
-    def last_lines(self) -> str:
-        return rundir.tail(self._log)
+    def last_words(self) -> str:
+        """Its last error and where its log is kept, to go behind what became of it; one line."""
+        said = last_error(rundir.tail(self._log, LAST_LINES))
+        kept = rundir.keep_log(self._log)
+        return (f": {said}" if said else "") + (f"; its log is kept in {kept}" if kept is not None else "")
 
     def terminate(self) -> None:
         """Asks it to end and waits a while."""
@@ -145,6 +155,13 @@ class TritonServer:
             "--strict-readiness=true",
             *(f"--backend-config=python,{key}={value}" for key, value in python.items()),
         ]
+
+
+def last_error(log: str) -> str:
+    """The last line of a log that tells of an error, without its stamp and cut to a length to read; "" if none does."""
+    told = [line for line in log.splitlines() if _STAMP.match(line) or "error" in line.lower()]
+    said = _STAMP.sub("", told[-1]).strip().strip('"') if told else ""
+    return said if len(said) <= ERROR_CHARS else said[: ERROR_CHARS - 3] + "..."
 
 
 def _prepare() -> None:

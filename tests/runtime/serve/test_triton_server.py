@@ -3,6 +3,8 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import stat
+import tempfile
 import time
 from pathlib import Path
 
@@ -12,7 +14,14 @@ import pytest
 from trtpd.errors import ServeError
 from trtpd.runtime.serve.preflight import Ports
 from trtpd.runtime.serve.server_package import ServerPackage
-from trtpd.runtime.serve.triton_server import STACK_BYTES, ServerPlan, TritonServer, stack_limit
+from trtpd.runtime.serve.triton_server import (
+    ERROR_CHARS,
+    STACK_BYTES,
+    ServerPlan,
+    TritonServer,
+    last_error,
+    stack_limit,
+)
 
 NONE = resource.RLIM_INFINITY
 
@@ -90,3 +99,25 @@ def test_what_a_killed_server_leaves_running_is_ended_with_it(server, tmp_path):
     assert child.is_running()
     running.kill()
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+ERROR = 'E1129 18:40:57.272 15729 model.cc:692] "no room for it"'
+
+
+def test_a_servers_end_is_told_in_one_line_and_its_log_kept_for_its_user(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    told = end_of(server(f"echo '{ERROR}'; echo +-----+; kill -9 $$"))
+    kept = tmp_path / f"trtpd-last-{os.getuid()}-tritonserver.log"
+    assert told == f"tritonserver was ended by SIGKILL: no room for it; its log is kept in {kept}"
+    assert "+-----+" in kept.read_text()
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+
+
+def test_an_exit_code_is_told_where_no_error_was(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert end_of(server("exit 3")).startswith("tritonserver ended with code 3; its log")
+
+
+def test_a_long_error_is_cut():
+    assert last_error("an error " + "x" * 5000 + "\n| a | table |").startswith("an error xxx")
+    assert len(last_error("an error " + "x" * 5000)) == ERROR_CHARS
