@@ -133,6 +133,7 @@ class Launcher:
         rundir.sweep_leftovers()
         sweep()
         check_shared_memory(build, manifest, self._models)
+        self._say(f"starting tritonserver and {len(self._models)} model{'s' if len(self._models) > 1 else ''}")
         try:
             self._run_dir = rundir.make_run_dir()
             package.link_backend(self._run_dir / "backends")
@@ -141,6 +142,7 @@ class Launcher:
             if not self._stop.is_set():
                 self._on_ready(self._ready(time.monotonic() - began_s))
                 self._watch()
+                self._say(f"draining up to {self._options.drain_s:g} s; Ctrl-C again stops at once")
                 self._drain()
             return 0
         finally:
