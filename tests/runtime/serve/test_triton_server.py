@@ -40,8 +40,9 @@ def test_the_servers_threads_get_a_large_stack_as_far_as_the_host_allows(soft, h
 
 
 @pytest.fixture
-def server(tmp_path):
+def server(tmp_path, monkeypatch):
     """Starts a shell script in the place of tritonserver."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     started = []
 
     def start(script: str) -> TritonServer:
@@ -104,8 +105,7 @@ def test_what_a_killed_server_leaves_running_is_ended_with_it(server, tmp_path):
 ERROR = 'E1129 18:40:57.272 15729 model.cc:692] "no room for it"'
 
 
-def test_a_servers_end_is_told_in_one_line_and_its_log_kept_for_its_user(server, tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+def test_a_servers_end_is_told_in_one_line_and_its_log_kept_for_its_user(server, tmp_path):
     told = end_of(server(f"echo '{ERROR}'; echo +-----+; kill -9 $$"))
     kept = tmp_path / f"trtpd-last-{os.getuid()}-tritonserver.log"
     assert told == f"tritonserver was ended by SIGKILL: no room for it; its log is kept in {kept}"
@@ -113,8 +113,7 @@ def test_a_servers_end_is_told_in_one_line_and_its_log_kept_for_its_user(server,
     assert stat.S_IMODE(kept.stat().st_mode) == 0o600
 
 
-def test_an_exit_code_is_told_where_no_error_was(server, tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+def test_an_exit_code_is_told_where_no_error_was(server):
     assert end_of(server("exit 3")).startswith("tritonserver ended with code 3; its log")
 
 
