@@ -26,6 +26,8 @@ EXIT_TIMEOUT_S = 5
 LOOK_S = 2.0
 LAST_LINES = 200
 ERROR_CHARS = 200
+NO_GPU_REMARK = "CudaDriverHelper has not been initialized"
+"""What every start without a GPU logs as an error."""
 STACK_BYTES = 256 << 20
 """For each of the server's threads, of which only what is used becomes memory: its HTTP front parses a form (what curl
 says a body is unless told otherwise) on its stack, and a large one would end the server."""
@@ -159,7 +161,11 @@ class TritonServer:
 
 def last_error(log: str) -> str:
     """The last line of a log that tells of an error, without its stamp and cut to a length to read; "" if none does."""
-    told = [line for line in log.splitlines() if _STAMP.match(line) or "error" in line.lower()]
+    told = [
+        line
+        for line in log.splitlines()
+        if (_STAMP.match(line) or "error" in line.lower()) and NO_GPU_REMARK not in line
+    ]
     said = _STAMP.sub("", told[-1]).strip().strip('"') if told else ""
     return said if len(said) <= ERROR_CHARS else said[: ERROR_CHARS - 3] + "..."
 

@@ -120,3 +120,9 @@ def test_an_exit_code_is_told_where_no_error_was(server):
 def test_a_long_error_is_cut():
     assert last_error("an error " + "x" * 5000 + "\n| a | table |").startswith("an error xxx")
     assert len(last_error("an error " + "x" * 5000)) == ERROR_CHARS
+
+
+def test_what_every_start_without_a_gpu_logs_is_no_reason_for_an_end():
+    start = 'E1129 18:40:57.272 15729 cuda.cc:41] "CudaDriverHelper has not been initialized."'
+    assert last_error(start) == ""
+    assert last_error(f"{ERROR}\n{start}") == "no room for it"
