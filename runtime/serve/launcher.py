@@ -22,7 +22,7 @@ from trtpd.build.manifest import Manifest, read_manifest
 from trtpd.errors import InputError, ServeError
 from trtpd.kv_transfer.pool import sweep
 from trtpd.runtime.serve import rundir
-from trtpd.runtime.serve.preflight import Ports, check_ports, check_shared_memory
+from trtpd.runtime.serve.preflight import Ports, check_ports, check_repository, check_shared_memory
 from trtpd.runtime.serve.server_package import ServerPackage, find_server
 from trtpd.runtime.serve.triton_http import TritonControl
 from trtpd.runtime.serve.triton_server import ServerPlan, TritonServer
@@ -124,6 +124,7 @@ class Launcher:
         build = self._options.build
         manifest = read_manifest(build)
         self._models = models_of(manifest, self._options.only)
+        check_repository(build, self._models)
         package = find_server()
         if package.remark:
             self._say(package.remark)
@@ -132,6 +133,7 @@ class Launcher:
         rundir.sweep_leftovers()
         sweep()
         check_shared_memory(build, manifest, self._models)
+        self._say(f"starting tritonserver and {len(self._models)} model{'s' if len(self._models) > 1 else ''}")
         try:
             self._run_dir = rundir.make_run_dir()
             package.link_backend(self._run_dir / "backends")
@@ -140,6 +142,7 @@ class Launcher:
             if not self._stop.is_set():
                 self._on_ready(self._ready(time.monotonic() - began_s))
                 self._watch()
+                self._say(f"draining up to {self._options.drain_s:g} s; Ctrl-C again stops at once")
                 self._drain()
             return 0
         finally:
@@ -157,7 +160,7 @@ class Launcher:
         while not self._control.live():
             self._server.check()
             if time.monotonic() > deadline_s:
-                raise ServeError(f"tritonserver is not up after {LIVE_TIMEOUT_S:g} s\n{self._server.last_lines()}")
+                raise ServeError(f"tritonserver is not up after {LIVE_TIMEOUT_S:g} s{self._server.last_words()}")
             if self._stop.wait(0.05):
                 return
         self._load_group([name for name in self._models if name != ROUTER_MODEL])
@@ -170,7 +173,7 @@ class Launcher:
             host=self._options.host,
             ports=self._ports,
             models=len(self._models),
-            repository=(self._options.build / "model_repo").resolve(),
+            repository=rundir.link_repository(self._dir, self._options.build),
             run_dir=self._dir,
             environment=package.environment(os.environ) | self._model_environment(),
             control_key=self._control_key,

@@ -35,6 +35,7 @@ def check_ports(host: str, wanted: Ports) -> Ports:
     fixed = [port for port in chosen.values() if port]
     if len(set(fixed)) < len(fixed):
         raise InputError(f"ports {', '.join(f'--{front} {port}' for front, port in chosen.items())} must differ")
+    _check_host(host)
     with contextlib.ExitStack() as held:  # all at once, so that no free port is found twice
         for front, port in chosen.items():
             try:
@@ -46,6 +47,27 @@ def check_ports(host: str, wanted: Ports) -> Ports:
                 ) from error
             chosen[front] = listener.getsockname()[1]
     return Ports(**chosen)
+
+
+def _check_host(host: str) -> None:
+    """Raises ServeError unless this host can listen there, whatever the port."""
+    try:
+        socket.create_server((host, 0), family=_family(host)).close()
+    except (OSError, UnicodeError) as error:
+        raise ServeError(
+            f"--host {host}: this host can't listen there ({getattr(error, 'strerror', None) or error}); "
+            "give one of its own addresses, such as 127.0.0.1 (0.0.0.0: all of them)"
+        ) from error
+
+
+def check_repository(build: Path, models: Sequence[str]) -> None:
+    """Raises InputError if the build lacks what Triton loads these models from."""
+    missing = [name for name in models if not (build / "model_repo" / name / "config.pbtxt").is_file()]
+    if missing:
+        raise InputError(
+            f"{build / 'model_repo'} has no model {', '.join(missing)}; build it again with "
+            f"`trtpd build PIPELINE -o {build} --force`"
+        )
 
 
 def check_shared_memory(build: Path, manifest: Manifest, models: Sequence[str]) -> None:

@@ -5,11 +5,14 @@ RUN/
   stubs/NAME       Identity of the Triton stub that runs model NAME
   drain            present once serving ends: the instant (monotonic clock) at which streams are cut
   backends/        what tritonserver takes for its backend directory
+  model_repo       the build's models, under a name that a shell takes as it is; build/model_repo for a build whose
+                   path is not ASCII
   router.ipc ...   sockets
 """
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import tempfile
@@ -27,6 +30,7 @@ REGION_PREFIX = "trtpd-triton."
 SOCKET_PATH_BYTES = 100
 """Linux allows 107 for a socket's path; the longest name of ours must fit behind the directory."""
 
+_PLAIN = re.compile(r"[A-Za-z0-9_./-]+")
 _OWNER = re.compile(r"[a-z-]+\.(\d+)\.(\d+)\.")
 
 
@@ -37,6 +41,28 @@ def make_run_dir() -> Path:
     for name in ("logs", "stubs", "backends"):
         (path / name).mkdir()
     return path
+
+
+def link_repository(run_dir: Path, build: Path) -> Path:
+    """The model repository as Triton is to be told of it: a plain path, whatever that of `build` looks like."""
+    build = build.resolve()
+    if str(build).isascii():
+        link = run_dir / "model_repo"
+        link.symlink_to(build / "model_repo")
+        return link
+    return _mirror(build, run_dir / "build") / "model_repo"
+
+
+def _mirror(build: Path, mirror: Path) -> Path:
+    """A build under another name: folders that resolve to themselves, and links below. For a stub's interpreter, which
+    takes every path for ASCII."""
+    models = [path for path in (build / "model_repo").iterdir() if path.is_dir()]
+    others = [path for path in build.iterdir() if path.name != "model_repo"]
+    for path in others + [file for model in models for file in model.iterdir()]:
+        link = mirror / path.relative_to(build)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(path)
+    return mirror
 
 
 def region_prefix() -> str:
@@ -92,6 +118,12 @@ def stub_of(run_dir: Path, model: str) -> Identity | None:
         return None
 
 
+def stubs(run_dir: Path) -> list[Identity]:
+    """Every stub that has said what it runs."""
+    found = (stub_of(run_dir, path.name) for path in (run_dir / "stubs").glob("*") if path.suffix != ".new")
+    return [stub for stub in found if stub is not None]
+
+
 def forget_stub(run_dir: Path, model: str) -> None:
     (run_dir / "stubs" / model).unlink(missing_ok=True)
 
@@ -122,10 +154,25 @@ def tail(path: Path, lines: int = 15) -> str:
     return "\n".join(text.rstrip().splitlines()[-lines:])
 
 
+def keep_log(log: Path) -> Path | None:
+    """Copies a log to where it stays, for this user only, in the place of the last one kept; None if it can't be."""
+    kept = Path(tempfile.gettempdir()) / f"trtpd-last-{os.getuid()}-{log.name}"
+    try:
+        handle, fresh = tempfile.mkstemp(dir=kept.parent, prefix=f"{kept.name}.")
+        with os.fdopen(handle, "wb") as copy, log.open("rb") as source:
+            shutil.copyfileobj(source, copy)
+        os.replace(fresh, kept)
+    except OSError:
+        return None
+    return kept
+
+
 def _base() -> Path:
-    """Where run directories are made: the temporary directory, unless its name leaves no room for a socket's."""
-    base = Path(tempfile.gettempdir())
-    return SHORT_TMP if len(str(base)) > SOCKET_PATH_BYTES // 2 else base
+    """Where run directories are made: the temporary directory, unless its name leaves no room for a socket's, or has
+    characters that mean something to a shell: Triton starts its stubs through one and quotes nothing."""
+    base = tempfile.gettempdir()
+    fits = len(base) <= SOCKET_PATH_BYTES // 2 and _PLAIN.fullmatch(base)
+    return Path(base) if fits else SHORT_TMP
 
 
 def _owner_is_gone(name: str) -> bool:

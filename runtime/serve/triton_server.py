@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import re
+import resource
 import signal
 import subprocess
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+
+import psutil
 
 from trtpd.errors import ServeError
 from trtpd.runtime.serve import rundir
@@ -19,6 +23,14 @@ from trtpd.runtime.serve.triton_http import KEY_HEADER
 from trtpd.runtime.worker.parent import signal_on_parents_death
 
 EXIT_TIMEOUT_S = 5
+LOOK_S = 2.0
+LAST_LINES = 200
+ERROR_CHARS = 200
+NO_GPU_REMARK = "CudaDriverHelper has not been initialized"
+"""What every start without a GPU logs as an error."""
+STACK_BYTES = 256 << 20
+"""For each of the server's threads, of which only what is used becomes memory: its HTTP front parses a form (what curl
+says a body is unless told otherwise) on its stack, and a large one would end the server."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +54,9 @@ class ServerPlan:
     verbose: bool = False
 
 
+_STAMP = re.compile(r"[EF]\d{4} \d\d:\d\d:[\d.]+ \d+ \S+\] ")
+
+
 class TritonServer:
     """One process and all below it. It ends with the thread that calls `start`."""
 
@@ -49,6 +64,8 @@ class TritonServer:
         self._plan = plan
         self._log = plan.run_dir / "logs" / "tritonserver.log"
         self._process: subprocess.Popen[bytes] | None = None
+        self._below: set[psutil.Process] = set()
+        self._looked_s = 0.0
 
     def start(self) -> None:
         """Returns at once. The models are not loaded."""
@@ -61,17 +78,23 @@ class TritonServer:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C at a terminal is for the launcher alone
-                preexec_fn=partial(signal_on_parents_death, signal.SIGTERM),
+                preexec_fn=_prepare,
             )
 
     def check(self) -> None:
-        """Raises ServeError with the log's last lines if it is gone."""
+        """Raises ServeError with its last error if it is gone. To be called every few seconds while it runs."""
         code = self._process.poll() if self._process is not None else None
         if code is not None:
-            raise ServeError(f"tritonserver ended with code {code}; its last lines:\n{self.last_lines()}")
+            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+            raise ServeError(f"tritonserver {how}{self.last_words()}")
+        if self._process is not None and time.monotonic() - self._looked_s > LOOK_S:
+            self._look_below(self._process.pid)
 
-    def last_lines(self) -> str:
-        return rundir.tail(self._log)
+    def last_words(self) -> str:
+        """Its last error and where its log is kept, to go behind what became of it; one line."""
+        said = last_error(rundir.tail(self._log, LAST_LINES))
+        kept = rundir.keep_log(self._log)
+        return (f": {said}" if said else "") + (f"; its log is kept in {kept}" if kept is not None else "")
 
     def terminate(self) -> None:
         """Asks it to end and waits a while."""
@@ -84,11 +107,22 @@ class TritonServer:
         """Ends it and every process below it at once. Idempotent."""
         if self._process is None:
             return
-        below = descendants(self._process.pid)
+        self._look_below(self._process.pid)
         if self._process.poll() is None:
             self._process.kill()
-        kill_all(below)
+        kill_all(self._below)
         self._process.wait()
+
+    def _look_below(self, pid: int) -> None:
+        """Those below a process that is gone can't be found any more, so they are remembered while it runs; a stub may
+        have said since who it is."""
+        self._looked_s = time.monotonic()
+        found = set(descendants(pid))
+        for stub in rundir.stubs(self._plan.run_dir):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if stub.alive:
+                    found |= {psutil.Process(stub.pid), *descendants(stub.pid)}
+        self._below = found | {process for process in self._below if process.is_running()}
 
     def _command(self) -> list[str]:
         plan = self._plan
@@ -123,3 +157,27 @@ class TritonServer:
             "--strict-readiness=true",
             *(f"--backend-config=python,{key}={value}" for key, value in python.items()),
         ]
+
+
+def last_error(log: str) -> str:
+    """The last line of a log that tells of an error, without its stamp and cut to a length to read; "" if none does."""
+    told = [
+        line
+        for line in log.splitlines()
+        if (_STAMP.match(line) or "error" in line.lower()) and NO_GPU_REMARK not in line
+    ]
+    said = _STAMP.sub("", told[-1]).strip().strip('"') if told else ""
+    return said if len(said) <= ERROR_CHARS else said[: ERROR_CHARS - 3] + "..."
+
+
+def _prepare() -> None:
+    """Called between fork and exec."""
+    signal_on_parents_death(signal.SIGTERM)
+    soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
+    resource.setrlimit(resource.RLIMIT_STACK, (stack_limit(soft, hard), hard))
+
+
+def stack_limit(soft: int, hard: int) -> int:
+    """The soft limit to run the server with. With none at all threads get a small stack, so that is lowered too."""
+    wanted = STACK_BYTES if hard == resource.RLIM_INFINITY else min(STACK_BYTES, hard)
+    return wanted if soft == resource.RLIM_INFINITY else max(soft, wanted)

@@ -10,7 +10,7 @@ from trtpd.errors import InputError, ServeError
 from trtpd.kv_transfer.layout import KVLayout
 from trtpd.runtime.serve import preflight
 from trtpd.runtime.serve.launcher import models_of
-from trtpd.runtime.serve.preflight import Ports, check_ports, check_shared_memory
+from trtpd.runtime.serve.preflight import Ports, check_ports, check_repository, check_shared_memory
 
 HOST = "127.0.0.1"
 
@@ -32,9 +32,12 @@ def test_equal_ports_are_bad_input():
         check_ports(HOST, Ports(http=7001, grpc=7001, metrics=0))
 
 
-def test_a_host_that_is_not_ours_is_refused():
-    with pytest.raises(ServeError, match=r"203\.0\.113\.1"):
-        check_ports("203.0.113.1", Ports(http=0, grpc=0, metrics=0))
+@pytest.mark.parametrize("host", ["203.0.113.1", "foo.invalid", "a..b"])
+def test_a_host_that_is_not_ours_is_refused_and_no_port_blamed(host):
+    with pytest.raises(ServeError, match=r"--host .* can't listen there") as refusal:
+        check_ports(host, Ports(http=8000, grpc=8001, metrics=8002))
+    assert host in str(refusal.value)
+    assert "port" not in str(refusal.value)
 
 
 def manifest():
@@ -62,3 +65,12 @@ def test_too_little_shared_memory_is_told_in_numbers(tmp_path, monkeypatch):
     monkeypatch.setattr(preflight, "pool_bytes", lambda *_: {"decode_0": 1 << 50})
     with pytest.raises(ServeError, match=r"/dev/shm has .* MB free, serving needs .* MB.*shm-size"):
         check_shared_memory(tmp_path, manifest(), ["decode_0"])
+
+
+def test_a_build_without_a_models_folder_is_refused_with_the_mend(tmp_path):
+    for name in ("pd", "prefill_0"):
+        (tmp_path / "model_repo" / name).mkdir(parents=True)
+        (tmp_path / "model_repo" / name / "config.pbtxt").touch()
+    check_repository(tmp_path, ["prefill_0", "pd"])
+    with pytest.raises(InputError, match=r"no model decode_0; .*trtpd build .* --force"):
+        check_repository(tmp_path, ["prefill_0", "decode_0", "pd"])

@@ -11,6 +11,7 @@ import pytest
 from trtpd.kv_transfer.pool_file import start_ticks
 from trtpd.runtime.serve import rundir
 from trtpd.runtime.serve.processes import Identity, own_identity
+from trtpd.runtime.serve.stage_model import build_of
 
 
 @pytest.fixture
@@ -40,6 +41,31 @@ def test_a_run_directory_is_private_and_short_enough_for_sockets(places):
     assert len(str(path / "router.ipc")) <= 107
     rundir.remove(path)
     assert not path.exists()
+
+
+@pytest.mark.parametrize("name", ["sp ace", "qu'ote", "dol$HOME", "ümlaut"])
+def test_a_run_directory_has_a_name_a_shell_takes_as_it_is(places, monkeypatch, name):
+    monkeypatch.setattr(tempfile, "tempdir", f"/tmp/{name}")
+    assert rundir.make_run_dir().parent == rundir.SHORT_TMP
+
+
+def test_models_find_their_build_through_the_link_in_the_run_directory(places):
+    build = places / "a $build"
+    (build / "model_repo" / "pd").mkdir(parents=True)
+    link = rundir.link_repository(rundir.make_run_dir(), build)
+    assert " " not in str(link)
+    assert build_of({"model_repository": str(link / "pd")}) == build
+
+
+def test_a_build_whose_path_is_not_ascii_is_reached_by_one_that_is(places):
+    build = places / "bäü"
+    (build / "model_repo" / "pd" / "1").mkdir(parents=True)
+    (build / "manifest.json").write_text("{}")
+    link = rundir.link_repository(rundir.make_run_dir(), build)
+    found = build_of({"model_repository": str(link / "pd")})
+    assert str(found).isascii()
+    assert (found / "manifest.json").samefile(build / "manifest.json")
+    assert (link / "pd" / "1").is_dir()
 
 
 def test_what_was_made_elsewhere_for_want_of_a_short_name_is_swept_too(places, ended, monkeypatch):
