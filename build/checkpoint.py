@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy.typing as npt
 import xxhash
 
+from trtpd.build.bounds import refuse_further_layers
 from trtpd.build.families import PLAIN_LLAMA, ModelRules
 from trtpd.build.gguf_model import GgufFile, gguf_name
 from trtpd.build.gguf_tokenizer import special_ids, write_tokenizer
@@ -282,6 +283,7 @@ def checkpoint_of(gguf: GgufFile) -> Checkpoint:
 
 def _check_shapes(checkpoint: Checkpoint) -> None:
     found = checkpoint.source.shapes()
+    refuse_further_layers(checkpoint.path, found, "model.layers.", checkpoint.architecture.num_hidden_layers)
     for name, shape in expected_shapes(checkpoint.architecture).items():
         if name not in found:
             raise CheckpointError(f"{checkpoint.path}: tensor {name} is missing (expected shape {list(shape)})")
