@@ -15,7 +15,7 @@ from trtpd.build.backends import backend_of
 from trtpd.build.backends.base import Job, Progress
 from trtpd.build.checkpoint import Checkpoint
 from trtpd.build.files import link_or_copy, link_tree, locked, staged, translated
-from trtpd.build.lint import lint_spec, open_model, open_plan
+from trtpd.build.lint import lint_spec, open_model, open_plan, planned_only
 from trtpd.build.machine import Machine, this_machine
 from trtpd.build.manifest import ENGINE_CONFIG, MANIFEST, Manifest, RoleName, read_manifest, write_json
 from trtpd.build.planning import Action, BuildPlan, Former, RolePlan, plan_build
@@ -96,6 +96,8 @@ def build(
     """
     machine = machine or this_machine(openvino=spec.engine == "openvino")
     checkpoint = open_plan(spec) if dry_run else open_model(spec)
+    if not planned_only(spec, checkpoint):
+        checkpoint.source.check_tokenizer()
     refuse_errors(spec, checkpoint, machine)
     out = out.resolve()
     pipeline = resolve(spec, checkpoint.architecture, machine)

@@ -26,6 +26,7 @@ from trtpd.build.manifest import (
 from trtpd.build.resolve import ResolvedRole, resolve
 from trtpd.build.spec import PipelineSpec, load_spec
 from trtpd.build.tensors import TensorFile
+from trtpd.build.tokenizer_files import tokenizer_fault
 from trtpd.errors import CheckpointError, EngineError, InputError
 
 _REBUILD = "build it again with `trtpd build`"
@@ -69,6 +70,8 @@ def lint_spec(spec: PipelineSpec, checkpoint: Checkpoint, machine: Machine) -> l
         findings.sort(key=lambda finding: finding.severity != "error")
         if not checkpoint.source.files():
             findings.append(_no_weights(checkpoint))
+    if not planned_only(spec, checkpoint):
+        findings = [*_tokenizer(checkpoint), *findings]
     if not checkpoint.end_ids:
         findings.append(
             Finding(
@@ -95,6 +98,19 @@ def _own_args(spec: PipelineSpec) -> Iterator[Finding]:
             )
 
 
+def planned_only(spec: PipelineSpec, checkpoint: Checkpoint) -> bool:
+    """Whether the model is but a configuration, of which nothing can be built for this engine."""
+    return ENGINES[spec.engine].has_weights and not checkpoint.source.files()
+
+
+def _tokenizer(checkpoint: Checkpoint) -> Iterator[Finding]:
+    try:
+        checkpoint.source.check_tokenizer()
+    except CheckpointError as fault:
+        values = ("tokenizer.json", "unusable")
+        yield error("tokenizer", "model", values, str(fault), "a build needs it to read and write text")
+
+
 def _no_weights(checkpoint: Checkpoint) -> Finding:
     return warning(
         "no_weights",
@@ -118,6 +134,8 @@ def lint_build(build: Path, *, machine: Machine | None = None) -> list[Finding]:
             findings.append(_broken(entry.directory, str(error)))
     if configs:
         findings += _lint_engines(build, manifest, configs, machine)
+    if fault := tokenizer_fault(build / "tokenizer"):
+        findings.append(_broken("tokenizer", fault))
     if not (build / "model_repo").is_dir():
         findings.append(_broken("model_repo", "the Triton model repository is missing"))
     return sorted(findings, key=lambda finding: finding.severity != "error")

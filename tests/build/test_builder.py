@@ -285,3 +285,18 @@ def test_a_killed_build_leaves_the_former_one_and_the_next_one_sweeps(make_model
     make(spec_of(model, name="m"), out)
     assert contents(out) != before
     assert [path.name for path in out.parent.iterdir()] == ["BUILD"]
+
+
+@pytest.mark.parametrize("damage", ["gone", "cut", "no tokenizer"])
+def test_a_tokenizer_that_cannot_be_read_stops_a_build_before_it_writes(
+    make_model: MakeModel, out: Path, damage: str
+) -> None:
+    model = make_model()
+    path = model / "tokenizer.json"
+    text = path.read_text()
+    path.unlink()
+    if damage != "gone":
+        path.write_text(text[: len(text) // 2] if damage == "cut" else "{}")
+    with pytest.raises(CheckpointError, match=r"^[^\n]*tokenizer[^\n]*download it with the model$"):
+        make(spec_of(model), out)
+    assert not out.parent.exists()

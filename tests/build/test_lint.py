@@ -233,3 +233,19 @@ def test_a_build_for_an_engine_of_the_future_is_bad_input(built: Path) -> None:
 
 def test_the_manifest_of_a_build_is_read_back(built: Path) -> None:
     assert read_manifest(built).roles["decode"].instances == ("decode_0",)
+
+
+def test_a_model_whose_tokenizer_is_cut_short_is_an_error(make_model: MakeModel, machine: Machine) -> None:
+    model = make_model()
+    (model / "tokenizer.json").write_text('{"version":')
+    found = lint.lint_spec(spec_of(model), open_checkpoint(model), machine)
+    assert [(one.code, one.severity, one.where) for one in found] == [("tokenizer", "error", "model")]
+
+
+@pytest.mark.parametrize("text", [None, '{"version":'])
+def test_a_build_whose_tokenizer_cannot_be_read_is_found(built: Path, text: str | None) -> None:
+    path = built / "tokenizer" / "tokenizer.json"
+    path.unlink()
+    if text is not None:
+        path.write_text(text)
+    assert [(one.code, one.where) for one in lint.lint(built)] == [("incomplete", "tokenizer")]
