@@ -13,13 +13,13 @@ from pathlib import Path
 import msgspec
 
 from trtpd.build.manifest import (
-    REBUILD,
     EngineConfig,
     Manifest,
     RoleEntry,
     check_loadable,
     read_engine_config,
     read_manifest,
+    rebuild,
 )
 from trtpd.build.roles import split_cores
 from trtpd.errors import EngineError, InputError
@@ -169,7 +169,7 @@ def settle(place: Place, ranks: Ranks | None) -> Found:
     directory = place.build / entry.directory
     config = read_engine_config(directory)
     check_same_build(directory, manifest, entry, config)
-    check_loadable(config)
+    check_loadable(config, place.build)
     check_group(config, ranks)
     cores = tuple(entry.cores.get(place.instance) or config.profile.cores)
     if cores and ranks is not None:
@@ -187,7 +187,8 @@ def check_same_build(directory: Path, manifest: Manifest, entry: RoleEntry, conf
     for name, found, wanted in pairs:
         if found != wanted:
             raise EngineError(
-                f"{directory}: its {name} is {found!r}, the manifest says {wanted!r}: it is of another build; {REBUILD}"
+                f"{directory}: its {name} is {found!r}, the manifest says {wanted!r}: it is of another build; "
+                f"{rebuild(directory.parent)}"
             )
 
 
