@@ -15,7 +15,7 @@ from trtpd.build.backends import backend_of
 from trtpd.build.backends.base import Job, Progress
 from trtpd.build.checkpoint import Checkpoint
 from trtpd.build.files import link_or_copy, link_tree, locked, staged, translated
-from trtpd.build.lint import lint_spec, open_model, open_plan
+from trtpd.build.lint import lint_spec, open_model, open_plan, planned_only
 from trtpd.build.machine import Machine, this_machine
 from trtpd.build.manifest import ENGINE_CONFIG, MANIFEST, Manifest, RoleName, read_manifest, write_json
 from trtpd.build.planning import Action, BuildPlan, Former, RolePlan, plan_build
@@ -92,12 +92,16 @@ def build(
 
     `role` builds only that one and keeps the others of the former build as they are; `force` writes even
     what is unchanged; `dry_run` only says what would be done, and needs no weights. Raises SpecError for what
-    lint calls an error, CheckpointError for a bad model, BuildError if `out` can't be written or holds something else.
+    lint calls an error, CheckpointError for a bad model, InputError if `out` holds something else, BuildError if it
+    can't be written.
     """
+    out = out.resolve()
+    _refuse_other(out)
     machine = machine or this_machine(openvino=spec.engine == "openvino")
     checkpoint = open_plan(spec) if dry_run else open_model(spec)
+    if not planned_only(spec, checkpoint):
+        checkpoint.source.check_tokenizer()
     refuse_errors(spec, checkpoint, machine)
-    out = out.resolve()
     pipeline = resolve(spec, checkpoint.architecture, machine)
     with (
         translated(f"build {out}", BuildError),
@@ -120,13 +124,20 @@ def refuse_errors(spec: PipelineSpec, checkpoint: Checkpoint, machine: Machine) 
         raise SpecError("; ".join(f"{one.where}: {one.message}: {one.mend} [{one.code}]" for one in errors))
 
 
+def _refuse_other(out: Path) -> None:
+    """Raises InputError if `out` is something that a build would destroy, or can't be put in place of."""
+    if not out.name:
+        raise InputError(f"{out}: can't be a build directory; name another one with -o")
+    with translated(f"build {out}", BuildError):
+        if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / MANIFEST).is_file())):
+            raise InputError(f"{out}: exists and is not a build directory; name another one with -o")
+
+
 def _former(out: Path) -> Former | None:
-    """The build at `out`, None if there is none that can be used. Raises BuildError if `out` is something
-    else, which a build would destroy."""
+    """The build at `out`, None if there is none that can be used. Raises as _refuse_other, BuildError."""
+    _refuse_other(out)
     if not out.exists():
         return None
-    if not out.is_dir() or (any(out.iterdir()) and not (out / MANIFEST).is_file()):
-        raise BuildError(f"{out}: exists and is not a build directory; name another one with -o")
     try:
         return Former(folder=out, manifest=read_manifest(out))
     except InputError:

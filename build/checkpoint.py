@@ -16,12 +16,14 @@ from typing import Any, Protocol
 import numpy.typing as npt
 import xxhash
 
+from trtpd.build.bounds import refuse_further_layers
 from trtpd.build.families import PLAIN_LLAMA, ModelRules
 from trtpd.build.gguf_model import GgufFile, gguf_name
-from trtpd.build.gguf_tokenizer import special_ids, write_tokenizer
+from trtpd.build.gguf_tokenizer import build_tokenizer, special_ids, write_tokenizer
 from trtpd.build.hf_config import architecture_from_config, checked_quantization, read_json
 from trtpd.build.manifest import Architecture, Quantization
 from trtpd.build.tensors import F32Array, TensorFile
+from trtpd.build.tokenizer_files import check_tokenizer
 from trtpd.errors import CheckpointError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
@@ -51,8 +53,11 @@ class TensorSource(Protocol):
     def files(self) -> list[Path]:
         """The files that hold the tensors; none if there is only a configuration."""
 
+    def check_tokenizer(self) -> None:
+        """Raises CheckpointError if there is no tokenizer, or one that can't be read."""
+
     def write_tokenizer(self, folder: Path) -> None:
-        """Puts the tokenizer's files into `folder`. Raises CheckpointError if there is none."""
+        """Puts the tokenizer's files into `folder`. Raises CheckpointError as check_tokenizer does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,9 +188,11 @@ class _FolderSource:
     def files(self) -> list[Path]:
         return self._files
 
+    def check_tokenizer(self) -> None:
+        check_tokenizer(self._folder)
+
     def write_tokenizer(self, folder: Path) -> None:
-        if not (self._folder / "tokenizer.json").is_file():
-            raise CheckpointError(f"{self._folder}: tokenizer.json is missing; download it with the model")
+        self.check_tokenizer()
         for name in TOKENIZER_FILES:
             if (self._folder / name).is_file():
                 shutil.copyfile(self._folder / name, folder / name)
@@ -263,6 +270,9 @@ class _GgufSource:
     def files(self) -> list[Path]:
         return [self._gguf.path]
 
+    def check_tokenizer(self) -> None:
+        build_tokenizer(self._gguf)
+
     def write_tokenizer(self, folder: Path) -> None:
         write_tokenizer(self._gguf, folder)
 
@@ -282,6 +292,7 @@ def checkpoint_of(gguf: GgufFile) -> Checkpoint:
 
 def _check_shapes(checkpoint: Checkpoint) -> None:
     found = checkpoint.source.shapes()
+    refuse_further_layers(checkpoint.path, found, "model.layers.", checkpoint.architecture.num_hidden_layers)
     for name, shape in expected_shapes(checkpoint.architecture).items():
         if name not in found:
             raise CheckpointError(f"{checkpoint.path}: tensor {name} is missing (expected shape {list(shape)})")

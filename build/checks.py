@@ -208,6 +208,17 @@ def _sequence(deployment: Deployment, machine: Machine) -> Iterator[Finding]:
             f"set it to {known} or less",
         )
     for role in deployment.roles:
+        block = role.layout.tokens_per_block
+        if longest <= block:
+            yield error(
+                "max_seq_tokens_small",
+                "kv.max_seq_tokens",
+                (longest, block),
+                f"is {longest}; a sequence must be longer than one block of {block} tokens",
+                f"set it to {block + 1} or more",
+            )
+            break
+    for role in deployment.roles:
         held = role.profile.kv_blocks * role.layout.tokens_per_block
         if held < longest:
             yield error(

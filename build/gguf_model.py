@@ -8,6 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from trtpd.build.bounds import (
+    MOST_LAYERS,
+    MOST_POSITIONS,
+    MOST_TOKENS,
+    MOST_WIDE,
+    checked_counts,
+    refuse_further_layers,
+)
 from trtpd.build.manifest import Architecture
 from trtpd.build.tensors import F32Array
 from trtpd.errors import CheckpointError
@@ -64,6 +72,7 @@ class GgufFile:
         self._check_whole(path.stat().st_size)
         self.metadata: Mapping[str, Any] = {key: field.contents() for key, field in reader.fields.items()}
         self.architecture = self._architecture()
+        self._check_size()
 
     def _check_whole(self, size_bytes: int) -> None:
         for name, tensor in self._tensors.items():
@@ -105,6 +114,23 @@ class GgufFile:
             max_position_embeddings=int(self.field("llama.context_length")),
             tie_word_embeddings="output.weight" not in self._tensors,
         )
+
+    def _check_size(self) -> None:
+        a = self.architecture
+        checked_counts(
+            self.path,
+            {
+                "llama.block_count": (a.num_hidden_layers, MOST_LAYERS),
+                "llama.embedding_length": (a.hidden_size, MOST_WIDE),
+                "llama.feed_forward_length": (a.intermediate_size, MOST_WIDE),
+                "llama.attention.head_count": (a.num_attention_heads, MOST_WIDE),
+                "llama.attention.head_count_kv": (a.num_key_value_heads, MOST_WIDE),
+                "llama.attention.key_length": (a.head_dim, MOST_WIDE),
+                "llama.vocab_size": (a.vocab_size, MOST_TOKENS),
+                "llama.context_length": (a.max_position_embeddings, MOST_POSITIONS),
+            },
+        )
+        refuse_further_layers(self.path, self._tensors, "blk.", a.num_hidden_layers)
 
     def _refuse_variants(self) -> None:
         experts = int(self.metadata.get("llama.expert_count", 0))

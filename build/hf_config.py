@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+from trtpd.build.bounds import MOST_LAYERS, MOST_POSITIONS, MOST_TOKENS, MOST_WIDE
 from trtpd.build.families import FAMILIES, PLAIN_LLAMA, Family, ModelRules
 from trtpd.build.manifest import Architecture, Quantization, RopeScaling
 from trtpd.errors import CheckpointError
 
 ARCHITECTURE = "LlamaForCausalLM"
+_MOST_NUMBER = 1e30
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -43,19 +45,22 @@ class _Fields:
             raise CheckpointError(f"{self._where}: {self._prefix}{key} is missing")
         return value
 
-    def count(self, key: str, default: int | None = None) -> int:
+    def count(self, key: str, default: int | None = None, *, most: int = MOST_WIDE) -> int:
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise CheckpointError(
                 f"{self._where}: {self._prefix}{key} is {json.dumps(value)}; it must be a whole number of at least 1"
             )
+        if value > most:
+            raise CheckpointError(f"{self._where}: {self._prefix}{key} is {value}; it must be at most {most:,}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _MOST_NUMBER:
             raise CheckpointError(
-                f"{self._where}: {self._prefix}{key} is {json.dumps(value)}; it must be a number above 0"
+                f"{self._where}: {self._prefix}{key} is {json.dumps(value)}; it must be a number above 0 "
+                f"and at most {_MOST_NUMBER:g}"
             )
         return float(value)
 
@@ -94,17 +99,17 @@ def architecture_from_config(
         )
     if head_dim % 2:
         raise CheckpointError(f"{where}: head_dim is {head_dim}; rotary embedding needs an even one")
-    positions = fields.count("max_position_embeddings", 2048)
+    positions = fields.count("max_position_embeddings", 2048, most=MOST_POSITIONS)
     _full_attention(config, where, family, positions)
     rope_theta, rope_scaling = _rope(config, where)
     return Architecture(
-        num_hidden_layers=fields.count("num_hidden_layers"),
+        num_hidden_layers=fields.count("num_hidden_layers", most=MOST_LAYERS),
         hidden_size=hidden,
         intermediate_size=fields.count("intermediate_size"),
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
-        vocab_size=fields.count("vocab_size"),
+        vocab_size=fields.count("vocab_size", most=MOST_TOKENS),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         rope_theta=rope_theta,
         max_position_embeddings=positions,
@@ -194,7 +199,7 @@ def _rope(config: dict[str, Any], where: Path) -> tuple[float, RopeScaling | Non
         factor=fields.number("factor"),
         low_freq_factor=low,
         high_freq_factor=high,
-        original_max_position_embeddings=fields.count("original_max_position_embeddings"),
+        original_max_position_embeddings=fields.count("original_max_position_embeddings", most=MOST_POSITIONS),
     )
 
 

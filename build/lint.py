@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import cast, get_args
 
@@ -15,6 +16,8 @@ from trtpd.build.checks import Deployment, Finding, check, error, warning
 from trtpd.build.engines import ENGINES, EngineName
 from trtpd.build.machine import Machine, this_machine
 from trtpd.build.manifest import (
+    MANIFEST,
+    REBUILD,
     EngineConfig,
     Manifest,
     RoleName,
@@ -22,13 +25,13 @@ from trtpd.build.manifest import (
     load_faults,
     read_engine_config,
     read_manifest,
+    rebuild,
 )
 from trtpd.build.resolve import ResolvedRole, resolve
-from trtpd.build.spec import PipelineSpec, load_spec
+from trtpd.build.spec import ROLES, PipelineSpec, load_spec
 from trtpd.build.tensors import TensorFile
+from trtpd.build.tokenizer_files import tokenizer_fault
 from trtpd.errors import CheckpointError, EngineError, InputError
-
-_REBUILD = "build it again with `trtpd build`"
 
 
 def lint(path: Path, *, machine: Machine | None = None) -> list[Finding]:
@@ -69,6 +72,8 @@ def lint_spec(spec: PipelineSpec, checkpoint: Checkpoint, machine: Machine) -> l
         findings.sort(key=lambda finding: finding.severity != "error")
         if not checkpoint.source.files():
             findings.append(_no_weights(checkpoint))
+    if not planned_only(spec, checkpoint):
+        findings = [*_tokenizer(checkpoint), *findings]
     if not checkpoint.end_ids:
         findings.append(
             Finding(
@@ -95,6 +100,19 @@ def _own_args(spec: PipelineSpec) -> Iterator[Finding]:
             )
 
 
+def planned_only(spec: PipelineSpec, checkpoint: Checkpoint) -> bool:
+    """Whether the model is but a configuration, of which nothing can be built for this engine."""
+    return ENGINES[spec.engine].has_weights and not checkpoint.source.files()
+
+
+def _tokenizer(checkpoint: Checkpoint) -> Iterator[Finding]:
+    try:
+        checkpoint.source.check_tokenizer()
+    except CheckpointError as fault:
+        values = ("tokenizer.json", "unusable")
+        yield error("tokenizer", "model", values, str(fault), "a build needs it to read and write text")
+
+
 def _no_weights(checkpoint: Checkpoint) -> Finding:
     return warning(
         "no_weights",
@@ -109,7 +127,7 @@ def lint_build(build: Path, *, machine: Machine | None = None) -> list[Finding]:
     """Findings on a build directory as it would be served here."""
     manifest = read_manifest(build)
     configs: dict[RoleName, EngineConfig] = {}
-    findings: list[Finding] = []
+    findings = list(_complete(manifest))
     for name, entry in manifest.roles.items():
         role = cast(RoleName, name)
         try:
@@ -118,9 +136,21 @@ def lint_build(build: Path, *, machine: Machine | None = None) -> list[Finding]:
             findings.append(_broken(entry.directory, str(error)))
     if configs:
         findings += _lint_engines(build, manifest, configs, machine)
+    if fault := tokenizer_fault(build / "tokenizer"):
+        findings.append(_broken("tokenizer", fault))
     if not (build / "model_repo").is_dir():
         findings.append(_broken("model_repo", "the Triton model repository is missing"))
+    findings = [replace(finding, mend=finding.mend.replace(REBUILD, rebuild(build))) for finding in findings]
     return sorted(findings, key=lambda finding: finding.severity != "error")
+
+
+def _complete(manifest: Manifest) -> Iterator[Finding]:
+    given = manifest.roles.keys()
+    if unknown := sorted(given - set(ROLES)):
+        yield _broken(MANIFEST, f"names the roles {', '.join(unknown)}; there are {', '.join(ROLES)}")
+    for role, other in (("prefill", "decode"), ("decode", "prefill")):
+        if other in given and role not in given:
+            yield _broken(MANIFEST, f"has {other} and no {role}; a build has both, or mixed, or all three")
 
 
 def _lint_engines(
@@ -128,7 +158,7 @@ def _lint_engines(
 ) -> Iterator[Finding]:
     engine = next(iter(configs.values())).engine
     if engine not in get_args(EngineName):
-        raise InputError(f"{build}: built for engine {engine!r}, which this trtpd doesn't know; {_REBUILD}")
+        raise InputError(f"{build}: built for engine {engine!r}, which this trtpd doesn't know; {rebuild(build)}")
     machine = machine or this_machine(openvino=engine == "openvino")
     for role, config in configs.items():
         entry = manifest.roles[role]
@@ -172,7 +202,7 @@ def _broken(where: str, message: str) -> Finding:
         where=where,
         values=("built", "broken"),
         message=message,
-        mend=_REBUILD,
+        mend=REBUILD,
     )
 
 
@@ -189,7 +219,7 @@ def _fingerprints(manifest: Manifest, where: str, expected: str, config: EngineC
                 where=where,
                 values=(wanted, found),
                 message=f"its {name} is {found}, the manifest says {wanted}: it is of another build",
-                mend=_REBUILD,
+                mend=REBUILD,
             )
 
 
@@ -201,7 +231,7 @@ def _loadable(where: str, config: EngineConfig) -> Iterator[Finding]:
             where=where,
             values=("build", "here"),
             message=fault,
-            mend=_REBUILD,
+            mend=REBUILD,
         )
     more = sorted(set(current_features(config.engine)) - set(config.cpu_features))
     if more:
@@ -211,7 +241,7 @@ def _loadable(where: str, config: EngineConfig) -> Iterator[Finding]:
             where=where,
             values=(", ".join(config.cpu_features), ", ".join(more)),
             message=f"this CPU also has {', '.join(more)}, which the build makes no use of",
-            mend=f"{_REBUILD} --force to use it",
+            mend=f"{REBUILD} to use it",
         )
 
 

@@ -10,6 +10,7 @@ BUILD/
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -23,7 +24,7 @@ from trtpd.kv_transfer.layout import KVLayout
 FORMAT = 1
 MANIFEST = "manifest.json"
 ENGINE_CONFIG = "config.json"
-REBUILD = "build it again with `trtpd build pipeline.yaml --force`"
+REBUILD = "build it again with `trtpd build pipeline.yaml -o BUILD --force`"
 _ENGINE_PACKAGES = {"openvino": ("openvino",), "tensorrt_llm": ("tensorrt_llm",)}
 RoleName = Literal["prefill", "decode", "mixed"]
 Precision = Literal["f32", "bf16", "f16", "int8", "fp8"]
@@ -174,29 +175,42 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     settings: dict[str, object]
 
 
+def rebuild(build: Path | None) -> str:
+    """The mend for a build at `build` (None: not known) that can't be used."""
+    return REBUILD if build is None else REBUILD.replace("BUILD", shlex.quote(str(build)))
+
+
 def read_manifest(build: Path) -> Manifest:
     """Raises InputError if `build` is not a build directory of this format (value and mend in the
     message)."""
     path = build / MANIFEST
+    if build.is_file():
+        raise InputError(
+            f"{build}: a file, not a build directory; if it is a pipeline file, build it with "
+            f"`trtpd build {shlex.quote(str(build))} -o BUILD` and give BUILD"
+        )
     if not build.is_dir():
         raise InputError(f"{build}: no such build directory; make one with `trtpd build pipeline.yaml -o {build}`")
     if not path.is_file():
-        raise InputError(f"{build}: not a build directory ({MANIFEST} is missing); {REBUILD}")
+        raise InputError(f"{build}: not a build directory ({MANIFEST} is missing); {rebuild(build)}")
     try:
-        return _decode(path, Manifest)
+        manifest = _decode(path, Manifest)
+        if not manifest.roles:
+            raise ValueError("roles is empty")
     except (OSError, ValueError, LayoutError) as error:
-        raise InputError(f"{path}: {error}; {REBUILD}") from error
+        raise InputError(f"{path}: {error}; {rebuild(build)}") from error
+    return manifest
 
 
 def read_engine_config(directory: Path) -> EngineConfig:
     """Raises EngineError if missing, truncated or of another format."""
-    path = directory / ENGINE_CONFIG
+    path, mend = directory / ENGINE_CONFIG, rebuild(directory.parent)
     try:
         return _decode(path, EngineConfig)
     except FileNotFoundError as error:
-        raise EngineError(f"{directory}: not an engine directory ({ENGINE_CONFIG} is missing); {REBUILD}") from error
+        raise EngineError(f"{directory}: not an engine directory ({ENGINE_CONFIG} is missing); {mend}") from error
     except (OSError, ValueError, LayoutError) as error:
-        raise EngineError(f"{path}: {error}; {REBUILD}") from error
+        raise EngineError(f"{path}: {error}; {mend}") from error
 
 
 def write_json(path: Path, value: Manifest | EngineConfig) -> None:
@@ -232,10 +246,10 @@ def load_faults(config: EngineConfig) -> list[str]:
     return faults
 
 
-def check_loadable(config: EngineConfig) -> None:
-    """Raises EngineError, in one line with the mend, if versions or CPU features differ from the build's."""
+def check_loadable(config: EngineConfig, build: Path | None = None) -> None:
+    """Raises EngineError, in one line with the mend, if versions or CPU features differ from those of `build`."""
     if faults := load_faults(config):
-        raise EngineError(f"{config.role} engine of {config.model}: {'; '.join(faults)}; {REBUILD}")
+        raise EngineError(f"{config.role} engine of {config.model}: {'; '.join(faults)}; {rebuild(build)}")
 
 
 _Kind = TypeVar("_Kind", Manifest, EngineConfig)

@@ -208,7 +208,7 @@ class PipelineSpec(_Section):
     model: Annotated[str, Field(min_length=1)] = Field(
         description="Hugging Face folder or .gguf file; relative to this file"
     )
-    name: Annotated[str | None, Auto] = Field(
+    name: Annotated[Annotated[str, Field(min_length=1)] | None, Auto] = Field(
         default=None, description="what the model is called; auto: the folder's name"
     )
     engine: EngineName = Field(default="openvino", description="openvino, tensorrt_llm or emulated (no model computed)")

@@ -19,6 +19,7 @@ from trtpd.build.manifest import (
     check_loadable,
     read_engine_config,
     read_manifest,
+    rebuild,
 )
 from trtpd.build.roles import split_cores
 from trtpd.errors import EngineError, InputError
@@ -97,10 +98,11 @@ def assemble(place: Place, ranks: Ranks | None = None) -> Worker:
     with ExitStack() as parts:
         engine = load_engine(found.directory, pool_name=place.instance, generation=generation, ranks=ranks)
         parts.callback(engine.shutdown)
+        check_unchanged(found)
         rate = warm_up(engine)
         settings = transfer_settings(place, generation, manifest)
         transports = transports_of(settings)
-        hello = hello_of(place.instance, generation, manifest, config, engine, transports, prefill_tokens_per_s=rate)
+        hello = hello_of(place.instance, generation, config, engine, transports, prefill_tokens_per_s=rate)
         pools = pools_of(engine, place.instance)
         parts.callback(pools.close_attached)
         source, sink = hand_off_of(engine, pools, hello, settings)
@@ -137,7 +139,12 @@ def assemble_follower(place: Place, ranks: Ranks) -> Follower:
     """Loads the part of a rank other than the first. Raises TrtpdError; then nothing is left open."""
     found = settle(place, ranks)
     generation = ranks.exchange(b"")[0].decode()
-    return join_engine(found.directory, pool_name=place.instance, generation=generation, ranks=ranks)
+    follower = join_engine(found.directory, pool_name=place.instance, generation=generation, ranks=ranks)
+    with ExitStack() as undo:
+        undo.callback(follower.close)
+        check_unchanged(found)
+        undo.pop_all()
+    return follower
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,13 +168,39 @@ def settle(place: Place, ranks: Ranks | None) -> Found:
     entry = role_of(manifest, place.instance)
     directory = place.build / entry.directory
     config = read_engine_config(directory)
-    check_loadable(config)
+    check_same_build(directory, manifest, entry, config)
+    check_loadable(config, place.build)
     check_group(config, ranks)
     cores = tuple(entry.cores.get(place.instance) or config.profile.cores)
     if cores and ranks is not None:
         cores = split_cores(cores, ranks.size)[ranks.rank]
     settle_on_cores(cores, place.instance)
     return Found(manifest=manifest, directory=directory, config=config)
+
+
+def check_same_build(directory: Path, manifest: Manifest, entry: RoleEntry, config: EngineConfig) -> None:
+    """Raises EngineError if an engine directory is not the one that its build's manifest was written with."""
+    pairs = (
+        ("fingerprint", config.fingerprint, entry.fingerprint),
+        ("pair_fingerprint", config.pair_fingerprint, manifest.pair_fingerprint),
+    )
+    for name, found, wanted in pairs:
+        if found != wanted:
+            raise EngineError(
+                f"{directory}: its {name} is {found!r}, the manifest says {wanted!r}: it is of another build; "
+                f"{rebuild(directory.parent)}"
+            )
+
+
+def check_unchanged(found: Found) -> None:
+    """Raises EngineError if another build took the directory's place meanwhile, so that what was loaded may be of
+    either."""
+    now = read_engine_config(found.directory).fingerprint
+    if now != found.config.fingerprint:
+        raise EngineError(
+            f"{found.directory}: was built again while it was being loaded (its fingerprint was "
+            f"{found.config.fingerprint!r} and is {now!r}); start the worker again"
+        )
 
 
 def role_of(manifest: Manifest, instance: str) -> RoleEntry:
@@ -194,21 +227,20 @@ def settle_on_cores(cores: tuple[int, ...], instance: str) -> None:
 def hello_of(
     instance: str,
     generation: str,
-    manifest: Manifest,
     config: EngineConfig,
     engine: Engine,
     transports: tuple[str, ...],
     *,
     prefill_tokens_per_s: float,
 ) -> Hello:
-    """How this instance registers."""
+    """How this instance registers: as what it has loaded, whatever its build's manifest says by now."""
     limits = engine.limits
     return Hello(
         instance=instance,
         generation=generation,
         role=config.role,
         model=config.model,
-        fingerprint=manifest.pair_fingerprint,
+        fingerprint=config.pair_fingerprint,
         pairing_key=config.layout.pairing_key,
         host=socket.gethostname(),
         kv_blocks=limits.kv_blocks,

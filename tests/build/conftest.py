@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, models
 from trtpd_testing.tiny import make_machine, write_model
 
 from trtpd.build.machine import Machine, installed_version
@@ -18,7 +19,9 @@ DOUBLES = Path(__file__).resolve().parents[1] / "doubles"
 @pytest.fixture
 def make_model(tmp_path: Path) -> Callable[..., Path]:
     def make(name: str = "tiny", **options: Any) -> Path:
-        return write_model(tmp_path / name, **options)
+        folder = write_model(tmp_path / name, **options)
+        Tokenizer(models.BPE(vocab={"a": 0}, merges=[])).save(str(folder / "tokenizer.json"))
+        return folder
 
     return make
 

@@ -13,7 +13,7 @@ import pytest
 from trtpd.build.builder import BuildResult, build
 from trtpd.build.manifest import Manifest, RoleName, read_engine_config, read_manifest
 from trtpd.build.spec import PipelineSpec, parse_spec
-from trtpd.errors import BuildError, CheckpointError, SpecError
+from trtpd.errors import BuildError, CheckpointError, InputError, SpecError
 
 MakeModel = Callable[..., Path]
 BOTH: dict[str, Any] = {"prefill": {}, "decode": {}}
@@ -213,7 +213,7 @@ def test_what_lint_calls_an_error_is_not_built(make_model: MakeModel, out: Path,
 def test_a_folder_that_is_no_build_is_left_alone(make_model: MakeModel, out: Path) -> None:
     out.mkdir(parents=True)
     (out / "thesis.tex").write_text("x")
-    with pytest.raises(BuildError, match="not a build directory"):
+    with pytest.raises(InputError, match="not a build directory"):
         make(spec_of(make_model()), out)
     assert list(contents(out)) == ["thesis.tex"]
 
@@ -285,3 +285,33 @@ def test_a_killed_build_leaves_the_former_one_and_the_next_one_sweeps(make_model
     make(spec_of(model, name="m"), out)
     assert contents(out) != before
     assert [path.name for path in out.parent.iterdir()] == ["BUILD"]
+
+
+@pytest.mark.parametrize("damage", ["gone", "cut", "no tokenizer"])
+def test_a_tokenizer_that_cannot_be_read_stops_a_build_before_it_writes(
+    make_model: MakeModel, out: Path, damage: str
+) -> None:
+    model = make_model()
+    path = model / "tokenizer.json"
+    text = path.read_text()
+    path.unlink()
+    if damage != "gone":
+        path.write_text(text[: len(text) // 2] if damage == "cut" else "{}")
+    with pytest.raises(CheckpointError, match=r"^[^\n]*tokenizer[^\n]*download it with the model$"):
+        make(spec_of(model), out)
+    assert not out.parent.exists()
+
+
+def test_the_root_of_the_file_system_is_no_place_for_a_build(make_model: MakeModel) -> None:
+    with pytest.raises(InputError, match=r"^/: can't be a build directory; name another one with -o$"):
+        make(spec_of(make_model()), Path("/"))
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_what_is_no_build_is_not_built_over(make_model: MakeModel, tmp_path: Path, kind: str) -> None:
+    other = tmp_path / "other"
+    if kind == "folder":
+        other.mkdir()
+    (other / "notes" if kind == "folder" else other).write_text("mine")
+    with pytest.raises(InputError, match=r"other: exists and is not a build directory; name another one with -o$"):
+        make(spec_of(make_model()), other)

@@ -122,6 +122,13 @@ def test_truncated_weights_are_refused_before_any_is_read(make_model: Callable[.
         ({"rms_norm_eps": 0}, "rms_norm_eps is 0"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
         ({"eos_token_id": "two"}, "eos_token_id"),
+        ({"num_hidden_layers": 10**30}, f"num_hidden_layers is {10**30}; it must be at most 1,000"),
+        ({"vocab_size": 10_000_001}, "vocab_size is 10000001; it must be at most 10,000,000"),
+        ({"hidden_size": 1_000_001}, "hidden_size is 1000001"),
+        ({"max_position_embeddings": 100_000_001}, "max_position_embeddings is 100000001"),
+        ({"rope_theta": float("inf")}, "rope_theta is Infinity"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is NaN"),
+        ({"rope_theta": 10**400}, "rope_theta is 1000"),
     ],
 )
 def test_what_is_not_a_plain_llama_is_refused_by_name(
@@ -134,6 +141,10 @@ def test_contradictory_shapes_name_both_values(make_model: Callable[..., Path]) 
     message = refusal(make_model(intermediate_size=32))
     assert "mlp.gate_proj.weight has shape [24, 16]" in message
     assert "says [32, 16]" in message
+
+
+def test_a_configuration_with_fewer_layers_than_the_weights_names_both(make_model: Callable[..., Path]) -> None:
+    assert "holds tensors of 2 layers, but its configuration says 1" in refusal(make_model(num_hidden_layers=1))
 
 
 def test_an_untied_head_must_be_there(make_model: Callable[..., Path]) -> None:

@@ -95,6 +95,12 @@ def test_tensors_that_change_the_model_are_refused(tmp_path: Path, name: str) ->
     assert name in refusal(write_gguf(tmp_path / "tiny.gguf", random_weights(CONFIG), extra=extra))
 
 
+def test_layers_beyond_the_stated_number_are_refused(tmp_path: Path) -> None:
+    extra = {"blk.2.attn_norm.weight": np.ones(4, np.float32)}
+    message = refusal(write_gguf(tmp_path / "tiny.gguf", random_weights(CONFIG), extra=extra))
+    assert "holds tensors of 3 layers, but its configuration says 2" in message
+
+
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     weights = random_weights(CONFIG)
     del weights["model.norm.weight"]

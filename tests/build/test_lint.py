@@ -54,6 +54,7 @@ PIPELINES: list[tuple[str, str, str, dict[str, Any], Machine]] = [
      pools(max_batch=8, max_step_tokens=4), make_machine()),
     ("chunk_above_step", "error", "pools.decode.chunk_tokens", pools(chunk_tokens=999), make_machine()),
     ("max_seq_tokens", "error", "kv.max_seq_tokens", {"kv": {"max_seq_tokens": 512}}, make_machine()),
+    ("max_seq_tokens_small", "error", "kv.max_seq_tokens", {"kv": {"max_seq_tokens": 32}}, make_machine()),
     ("kv_pool_small", "error", "pools.decode.kv_tokens", pools(kv_tokens=32) | ASKED, make_machine()),
     ("precision_differs", "warning", "pools.decode.precision", pools(precision="int8"), make_machine()),
     ("shm_room", "error", "pools", BIG_POOL, make_machine(shm_bytes=1 << 26, shm_free_bytes=1 << 26)),
@@ -233,3 +234,35 @@ def test_a_build_for_an_engine_of_the_future_is_bad_input(built: Path) -> None:
 
 def test_the_manifest_of_a_build_is_read_back(built: Path) -> None:
     assert read_manifest(built).roles["decode"].instances == ("decode_0",)
+
+
+def test_a_model_whose_tokenizer_is_cut_short_is_an_error(make_model: MakeModel, machine: Machine) -> None:
+    model = make_model()
+    (model / "tokenizer.json").write_text('{"version":')
+    found = lint.lint_spec(spec_of(model), open_checkpoint(model), machine)
+    assert [(one.code, one.severity, one.where) for one in found] == [("tokenizer", "error", "model")]
+
+
+@pytest.mark.parametrize("text", [None, '{"version":'])
+def test_a_build_whose_tokenizer_cannot_be_read_is_found(built: Path, text: str | None) -> None:
+    path = built / "tokenizer" / "tokenizer.json"
+    path.unlink()
+    if text is not None:
+        path.write_text(text)
+    assert [(one.code, one.where) for one in lint.lint(built)] == [("incomplete", "tokenizer")]
+
+
+@pytest.mark.parametrize("gone", ["prefill", "decode"])
+def test_a_manifest_without_one_of_a_pair_is_found(built: Path, gone: str) -> None:
+    manifest = read_manifest(built)
+    kept = {name: entry for name, entry in manifest.roles.items() if name != gone}
+    write_json(built / "manifest.json", msgspec.structs.replace(manifest, roles=kept))
+    (found,) = (one for one in lint.lint(built) if one.severity == "error")
+    assert (found.code, found.where) == ("incomplete", "manifest.json")
+    assert f"no {gone}" in found.message
+
+
+def test_mends_of_a_build_name_its_place(built: Path) -> None:
+    (built / "model_repo").rmdir()
+    (found,) = (one for one in lint.lint(built) if one.severity == "error")
+    assert found.mend == f"build it again with `trtpd build pipeline.yaml -o {built} --force`"

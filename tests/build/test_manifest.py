@@ -127,6 +127,18 @@ def test_an_absent_build_is_told(tmp_path: Path) -> None:
         read_manifest(tmp_path / "absent")
 
 
+def test_a_file_is_told_from_a_build(tmp_path: Path) -> None:
+    (tmp_path / "p.yaml").write_text("model: tiny")
+    with pytest.raises(InputError, match=r"a file, not a build directory; [^\n]*p\.yaml -o BUILD` and give BUILD$"):
+        read_manifest(tmp_path / "p.yaml")
+
+
+def test_a_manifest_without_roles_is_refused_with_its_place_in_the_mend(tmp_path: Path) -> None:
+    write_json(tmp_path / "manifest.json", msgspec.structs.replace(MANIFEST, roles={}))
+    with pytest.raises(InputError, match=rf"roles is empty; [^\n]*pipeline\.yaml -o {tmp_path} --force`$"):
+        read_manifest(tmp_path)
+
+
 def test_an_engine_built_here_is_loadable() -> None:
     check_loadable(engine_config())
 

@@ -74,6 +74,7 @@ def test_hosts_are_a_file_beside_the_pipeline_or_a_list(tmp_path: Path) -> None:
         (SHORTEST.replace("tp: 1}\n  decode", "tp: 1, cores: [0, x]}\n  decode"), "pools.prefill.cores[1]: is 'x'"),
         (SHORTEST.replace("tp: 1}\n  decode", "tp: true}\n  decode"), "is True; it must be a whole number"),
         (SHORTEST.replace("model: models/smollm2\n", ""), "pipeline.yaml: model: is missing"),
+        (SHORTEST + "name: ''\n", "pipeline.yaml:7: name: is ''; it must be a text that isn't empty"),
         (SHORTEST + "slo: {}\n", "pipeline.yaml:7: slo: given twice, first in line 6"),
         ("- a\n", "must hold keys"),
         ("", "must hold keys"),

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from tokenizers import Tokenizer, models
 from trtpd_testing.gpu_models import EIGHT_KV_HEADS, read_stored, write_random_model
 
 from trtpd.build.backends.tensorrt_llm.engine_dir import profile_faults
@@ -48,6 +49,7 @@ def calls(journal: Path) -> list[str]:
 @pytest.fixture
 def spec_of(tmp_path: Path) -> Callable[..., PipelineSpec]:
     model = write_random_model(tmp_path / "model", EIGHT_KV_HEADS)
+    Tokenizer(models.BPE(vocab={"a": 0}, merges=[])).save(str(model / "tokenizer.json"))
 
     def spec(**keys: Any) -> PipelineSpec:
         return parse_spec({"model": str(model), "engine": "tensorrt_llm", "pools": P1D2} | keys)
