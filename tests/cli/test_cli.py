@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models
 
 from trtpd import cli, commands, console
 from trtpd.errors import BuildError, SpecError
@@ -86,6 +87,7 @@ def test_verbose_adds_the_traceback_behind_the_line(monkeypatch, capsys):
 
 def test_init_writes_a_file_that_lint_passes_and_refuses_to_overwrite_it(tmp_path: Path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(TINY))
+    Tokenizer(models.BPE(vocab={"a": 0}, merges=[])).save(str(tmp_path / "tokenizer.json"))
     pipeline = tmp_path / "pipeline.yaml"
     args = ("init", "--model", str(tmp_path), "--engine", "emulated", "-o", str(pipeline))
     assert run(*args, capsys=capsys)[0] == 0
