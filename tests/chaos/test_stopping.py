@@ -19,6 +19,9 @@ def test_a_signal_stops_everything_and_exits_0(mixed_build: Path, tmp_path: Path
     with serving(mixed_build, tmp_path / "serve.log") as server:
         assert ask(server, text_input="Once upon a time", max_tokens=4).error is None
         assert server.stop(signum) == 0
+    said = (tmp_path / "serve.log").read_text()
+    assert "starting tritonserver and 2 models" in said
+    assert "draining up to 30 s; Ctrl-C again stops at once" in said
 
 
 def test_a_running_stream_ends_before_the_server_does(mixed_build: Path, tmp_path: Path) -> None:
