@@ -43,7 +43,21 @@ VALUES = st.recursive(LEAVES, lambda v: st.lists(v, max_size=4) | st.dictionarie
 def accepts_or_refuses(data):
     for decode in DECODERS:
         with contextlib.suppress(TransferError):
-            decode(data)
+            check_bounds(decode(data))
+
+
+def check_bounds(message):
+    """What a decoder let through keeps to the limits that its users rely on."""
+    if isinstance(message, Offer):
+        expected = 0 if message.transport == "opaque" else message.layout.blocks_for(message.prompt_tokens)
+        assert len(message.blocks) == len(message.epochs) == expected
+        assert all(block >= 0 for block in message.blocks)
+        assert message.prompt_tokens >= 1
+        assert 0 < message.lease_s < 1e9
+        assert len(message.opaque) <= OPAQUE_LIMIT_BYTES
+    elif isinstance(message, Chunk | Seal):
+        assert min(message.request_id, message.attempt) >= 0
+        assert all(0 <= word < 1 << 64 for words in message.digests.values() for word in words)
 
 
 def changed(message, **fields):
