@@ -40,6 +40,12 @@ def compile_for_cpu(openvino: ModuleType, model: Any, *, threads: int, kv_dtype:
     differ.
 
     Threads are not pinned one by one: the process keeps to its cores. Raises EngineError.
+
+    Each model has a Core of its own, freed with it. A Core gives the thread that makes it a signal stack and puts
+    the former one back when it goes: Cores freed in another order than last made, first freed leave a stack that is
+    gone, and the next signal the process handles is a segmentation fault. So a process that handles signals holds
+    one engine at a time, as a worker does. Sharing or keeping Cores is no way out: their executors outlive a failed
+    step and run what is left of it (seen with 2026.4.1, also a segmentation fault).
     """
     settings = {
         "INFERENCE_PRECISION_HINT": "bf16" if kv_dtype == "bf16" else "f32",
