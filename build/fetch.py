@@ -18,11 +18,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from trtpd.build.checkpoint import Checkpoint, checkpoint_of, expected_shapes, tensors_of
+from trtpd.build.checkpoint import Checkpoint, checkpoint_of, tensors_of
 from trtpd.build.files import cache_dir, link_or_copy, locked, scratch, staged, translated
 from trtpd.build.gguf_model import GgufFile
 from trtpd.build.gguf_tokenizer import special_ids
 from trtpd.build.hf_config import config_from_architecture
+from trtpd.build.shapes import expected_shapes
 from trtpd.build.tensors import TensorSpec, write_tensors
 from trtpd.errors import BuildError, CheckpointError
 

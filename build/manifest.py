@@ -31,13 +31,39 @@ Precision = Literal["f32", "bf16", "f16", "int8", "fp8"]
 Settings = dict[str, Any]
 
 
-class RopeScaling(msgspec.Struct, frozen=True, kw_only=True):
-    """The "llama3" scaling of rotary frequencies, names as in a Hugging Face config."""
+class LinearScaling(msgspec.Struct, frozen=True, kw_only=True, tag="linear"):
+    """All rotary frequencies divided by `factor`."""
+
+    factor: float
+
+
+class Llama3Scaling(msgspec.Struct, frozen=True, kw_only=True, tag="llama3"):
+    """Names as in a Hugging Face config."""
 
     factor: float
     low_freq_factor: float
     high_freq_factor: float
     original_max_position_embeddings: int
+
+
+class YarnScaling(msgspec.Struct, frozen=True, kw_only=True, tag="yarn"):
+    """Names as in a Hugging Face config; `attention_factor` is the final one that scales cos and sin."""
+
+    factor: float
+    original_max_position_embeddings: int
+    attention_factor: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+
+class FactorScaling(msgspec.Struct, frozen=True, kw_only=True, tag="factors"):
+    """Each rotary frequency divided by its own factor: what a GGUF file keeps of llama3 scaling."""
+
+    factors: tuple[float, ...]
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | FactorScaling
 
 
 class Quantization(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,8 +77,14 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Architecture(msgspec.Struct, frozen=True, kw_only=True):
-    """The numbers of a decoder, names as in a Hugging Face config. `family` is a name of families.py;
-    `attention_bias` says that q, k and v have biases, `qk_norm` that q and k are normalised per head."""
+    """The numbers of a decoder, names as in a Hugging Face config. `family` is a name of families.py, where the
+    table says how it is built; `attention_bias` and `qk_norm` repeat what stands there.
+
+    `window_layers` are the numbers of those layers whose tokens see only the last `sliding_window` tokens, their own
+    included · `local_rope_theta`: the rotary base of these layers, which then have no `rope_scaling`; None: as all ·
+    `query_pre_attn_scalar`: attention scores are divided by its root; None: by that of head_dim ·
+    `final_logit_softcapping`: a logit is c * tanh(logit / c) of it.
+    """
 
     num_hidden_layers: int
     hidden_size: int
@@ -70,6 +102,11 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     attention_bias: bool = False
     qk_norm: bool = False
     quantization: Quantization | None = None
+    sliding_window: int | None = None
+    window_layers: tuple[int, ...] = ()
+    local_rope_theta: float | None = None
+    query_pre_attn_scalar: float | None = None
+    final_logit_softcapping: float | None = None
 
 
 class RoleProfile(msgspec.Struct, frozen=True, kw_only=True):

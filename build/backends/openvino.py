@@ -4,9 +4,9 @@ The graph is built and compiled at load (a paged-attention graph can't be re-imp
 weights in the role's precision and `config.json`. What an engine may rely on:
 
 - Tensors are named as in Hugging Face; linear weights are `[out, in]`, row-major.
-- Each file holds its rank's part of the linear weights, as sharding.py cuts them. What every rank has whole
+- Each file holds its rank's part of the linear weights and biases, as sharding.py cuts them. What every rank has whole
   (embedding and norms) is in rank 0's file only.
-- Norms are F32 in every build.
+- Norms and biases are F32 in every build, as the checkpoint has them: what a family adds to a norm is not in them.
 - f32 builds: everything is F32.
 - bf16 builds: every other tensor is bf16, stored as U16 bit patterns, since numpy has no bf16.
 - int8 builds: a linear weight W is I8 under its own name, and `<name>.scale` beside it is F32 of shape
@@ -32,14 +32,14 @@ import numpy as np
 import numpy.typing as npt
 
 from trtpd.build.backends.base import Job, Progress
-from trtpd.build.checkpoint import Checkpoint, expected_shapes
+from trtpd.build.checkpoint import Checkpoint
 from trtpd.build.files import digest_of, link_or_copy
 from trtpd.build.manifest import Architecture, EngineConfig, Precision
-from trtpd.build.sharding import HEAD, Shard, cut_of, shard_of
+from trtpd.build.shapes import EMBEDDING, HEAD, expected_shapes
+from trtpd.build.sharding import Shard, cut_of, shard_of
 from trtpd.build.tensors import F32Array, TensorFile, TensorSpec, TensorWriter, bf16_bits
 from trtpd.errors import CheckpointError
 
-EMBEDDING = "model.embed_tokens.weight"
 SCALE = ".scale"
 WEIGHTS_FORMAT = 1
 

@@ -1,4 +1,4 @@
-"""The OpenVINO engine: a Llama of our own graph on the CPU, its KV in shared memory."""
+"""The OpenVINO engine: a decoder of our own graph on the CPU, its KV in shared memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trtpd.runtime.engine.executor import DrawAt
 from trtpd.runtime.engine.graph import (
     ALL_REDUCES_PER_LAYER,
     TOKENS_PER_BLOCK,
-    build_llama,
+    build_decoder,
     key_input,
     kv_type,
     value_input,
@@ -74,7 +74,7 @@ def _load_rank(config: EngineConfig, directory: Path, pool_name: str, generation
     )
     sums = None if ranks is None else Sums(ranks)
     with Weights(directory, architecture, shard) as weights:
-        model = build_llama(
+        model = build_decoder(
             openvino,
             architecture,
             weights,

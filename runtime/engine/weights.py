@@ -14,7 +14,8 @@ from safetensors import SafetensorError, safe_open
 
 from trtpd.build.backends.openvino import weights_file
 from trtpd.build.manifest import Architecture
-from trtpd.build.sharding import HEAD, Shard
+from trtpd.build.shapes import EMBEDDING, HEAD
+from trtpd.build.sharding import Shard
 from trtpd.errors import EngineError
 
 F32 = npt.NDArray[np.float32]
@@ -55,11 +56,16 @@ class Weights:
         self._open.close()
 
     def vector(self, name: str, size: int) -> F32:
+        """What every rank has whole."""
         return self._first.f32(name, (size,))
+
+    def bias(self, name: str, rows: int) -> F32:
+        """The rank's part of a bias, which has so many values."""
+        return self._own.f32(name, (rows,))
 
     def embedding(self) -> F32:
         arch = self._architecture
-        return self._first.f32("model.embed_tokens.weight", (arch.vocab_size, arch.hidden_size))
+        return self._first.f32(EMBEDDING, (arch.vocab_size, arch.hidden_size))
 
     def matrix(self, name: str, rows: int, columns: int) -> Matrix:
         """The rank's part of a matrix, which has so many rows and columns."""

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from trtpd_testing.tiny import CONFIG, random_weights, stored, write_weights_file
 
-from trtpd.build.checkpoint import expected_shapes, open_architecture, open_checkpoint
-from trtpd.build.manifest import RopeScaling
+from trtpd.build.checkpoint import open_architecture, open_checkpoint
+from trtpd.build.manifest import Llama3Scaling
+from trtpd.build.shapes import expected_shapes
 from trtpd.errors import CheckpointError
 
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
@@ -178,7 +179,7 @@ LLAMA3 = {
 def test_old_and_new_rope_keys_mean_the_same(make_model: Callable[..., Path], changes: dict[str, Any]) -> None:
     architecture = open_checkpoint(make_model(**changes)).architecture
     assert architecture.rope_theta == 500000.0
-    assert architecture.rope_scaling == RopeScaling(
+    assert architecture.rope_scaling == Llama3Scaling(
         factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
     )
 

@@ -6,17 +6,18 @@ from typing import Any
 import pytest
 from trtpd_testing.gpu_models import EIGHT_KV_HEADS, write_random_model
 
-from trtpd.build.checkpoint import expected_shapes, open_checkpoint
-from trtpd.build.families import ALL_FAMILIES, PLAIN_LLAMA
+from trtpd.build.checkpoint import open_checkpoint
+from trtpd.build.families import CONVERTED, OWN_GRAPH
 from trtpd.build.hf_config import architecture_from_config
 from trtpd.build.manifest import Architecture, Quantization
+from trtpd.build.shapes import expected_shapes
 from trtpd.errors import CheckpointError
 
 HERE = Path("config.json")
 
 
 def read(**changes: Any) -> Architecture:
-    return architecture_from_config(EIGHT_KV_HEADS | changes, HERE, ALL_FAMILIES)
+    return architecture_from_config(EIGHT_KV_HEADS | changes, HERE, CONVERTED)
 
 
 @pytest.mark.parametrize(
@@ -38,8 +39,8 @@ def test_families_differ_in_biases_and_norms(model_class: str, bias: bool, norm:
 def test_an_engine_that_knows_only_llama_still_refuses_the_others(tmp_path: Path, family: str) -> None:
     model = write_random_model(tmp_path / "m", EIGHT_KV_HEADS, family=family)
     with pytest.raises(CheckpointError, match="only LlamaForCausalLM is supported"):
-        open_checkpoint(model, PLAIN_LLAMA)
-    assert open_checkpoint(model, ALL_FAMILIES).architecture.family == family
+        open_checkpoint(model, OWN_GRAPH)
+    assert open_checkpoint(model, CONVERTED).architecture.family == family
 
 
 def test_a_family_nobody_knows_is_refused_with_the_choice() -> None:
@@ -70,7 +71,7 @@ def test_a_quantised_model_says_so_where_that_is_taken() -> None:
     found = read(quantization_config=given).quantization
     assert found == Quantization(quant_algo="FP8", kv_cache_quant_algo="FP8", exclude_modules=("lm_head",))
     with pytest.raises(CheckpointError, match="quantization_config"):
-        architecture_from_config(EIGHT_KV_HEADS | {"quantization_config": given}, HERE, PLAIN_LLAMA)
+        architecture_from_config(EIGHT_KV_HEADS | {"quantization_config": given}, HERE, OWN_GRAPH)
 
 
 def test_other_kinds_of_quantisation_are_refused() -> None:

@@ -14,7 +14,7 @@ from trtpd.build.sharding import shard_of
 from trtpd.kv_transfer.pool import SharedPool
 from trtpd.runtime.engine.base import Sampling
 from trtpd.runtime.engine.executor import DrawAt, Piece
-from trtpd.runtime.engine.graph import build_llama
+from trtpd.runtime.engine.graph import build_decoder
 from trtpd.runtime.engine.openvino import OpenVINOPart
 from trtpd.runtime.engine.ov import compile_for_cpu
 from trtpd.runtime.engine.rope import F32, frequencies
@@ -31,7 +31,7 @@ def logits_of(arch: Architecture, directory: Path, name: str, steps: list[list[P
     settings = tiny.config(arch)
     shard = shard_of(arch, settings.layout, 0)
     with Weights(directory, arch, shard) as weights:
-        model = build_llama(openvino, arch, weights, shard, kv_dtype="f32", positions=settings.max_seq_tokens)
+        model = build_decoder(openvino, arch, weights, shard, kv_dtype="f32", positions=settings.max_seq_tokens)
     compiled = compile_for_cpu(openvino, model, threads=1, kv_dtype="f32")
     pool = SharedPool.create(f"graph-{name}", settings.layout, 8, generation="g")
     part = OpenVINOPart(openvino, compiled, pool, settings, width=arch.vocab_size)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from safetensors.numpy import save_file
 
 from trtpd.build.backends.openvino import quantise, stored_part, weights_file
-from trtpd.build.manifest import Architecture, EngineConfig, Precision, RoleProfile, RopeScaling
+from trtpd.build.manifest import Architecture, EngineConfig, Llama3Scaling, Precision, RoleProfile, RopeScaling
 from trtpd.build.sharding import shard_of
 from trtpd.kv_transfer.layout import KVDtype, KVLayout
 from trtpd.runtime.engine import emulated, openvino
@@ -21,7 +21,7 @@ from trtpd.runtime.engine.ranks import LocalRanks
 from trtpd.runtime.engine.shell import ScheduledEngine
 
 F32 = npt.NDArray[np.float32]
-LLAMA3 = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+LLAMA3 = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
 PROFILE = RoleProfile(max_step_tokens=64, chunk_tokens=32, max_batch=4, kv_blocks=24, threads=1)
 
 _names = count()
