@@ -19,7 +19,8 @@ import xxhash
 from trtpd.build.bounds import refuse_further_layers
 from trtpd.build.config_fields import read_json
 from trtpd.build.families import OWN_GRAPH, ModelRules
-from trtpd.build.gguf_model import GgufFile, gguf_name
+from trtpd.build.gguf_model import GgufFile
+from trtpd.build.gguf_names import gguf_name
 from trtpd.build.gguf_tokenizer import build_tokenizer, special_ids, write_tokenizer
 from trtpd.build.hf_config import architecture_from_config, checked_quantization
 from trtpd.build.manifest import Architecture, Quantization
@@ -233,7 +234,7 @@ class _GgufSource:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         theirs = self._gguf.shapes()
-        ours = ((name, gguf_name(name)) for name in expected_shapes(self._gguf.architecture))
+        ours = ((name, gguf_name(name, self._gguf.family)) for name in expected_shapes(self._gguf.architecture))
         return {name: theirs[stored] for name, stored in ours if stored in theirs}
 
     def read(self, name: str) -> F32Array:

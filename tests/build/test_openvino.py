@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from trtpd_testing.tiny import CONFIG, random_weights
 
-from trtpd.build.backends.openvino import EMBEDDING, quantise, weights_key, write_weights
+from trtpd.build.backends.openvino import quantise, weights_key, write_weights
 from trtpd.build.checkpoint import open_checkpoint
 from trtpd.build.engines import engine_layout
 from trtpd.build.manifest import Precision
-from trtpd.build.sharding import HEAD, shard_of
+from trtpd.build.shapes import EMBEDDING, HEAD
+from trtpd.build.sharding import shard_of
 from trtpd.build.tensors import TensorFile, from_bf16_bits
 
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
