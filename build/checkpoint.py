@@ -24,6 +24,7 @@ from trtpd.build.gguf_names import gguf_name
 from trtpd.build.gguf_tokenizer import build_tokenizer, special_ids, write_tokenizer
 from trtpd.build.hf_config import architecture_from_config, checked_quantization
 from trtpd.build.manifest import Architecture, Quantization
+from trtpd.build.rules import refuse_unless_taken
 from trtpd.build.shapes import expected_shapes
 from trtpd.build.tensors import F32Array, TensorFile
 from trtpd.build.tokenizer_files import check_tokenizer
@@ -104,7 +105,9 @@ def open_checkpoint(path: Path, rules: ModelRules = OWN_GRAPH) -> Checkpoint:
         )
     if path.suffix != ".gguf":
         raise CheckpointError(f"{path}: neither a Hugging Face folder nor a .gguf file")
-    return checkpoint_of(GgufFile(path))
+    checkpoint = checkpoint_of(GgufFile(path))
+    refuse_unless_taken(checkpoint.architecture, rules, path)
+    return checkpoint
 
 
 def open_architecture(path: Path, rules: ModelRules = OWN_GRAPH) -> Checkpoint:

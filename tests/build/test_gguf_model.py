@@ -16,7 +16,7 @@ from trtpd_testing.gguf_files import write_family_gguf, write_gguf
 from trtpd_testing.tiny import CONFIG, family_weights, random_weights
 
 from trtpd.build.checkpoint import open_checkpoint
-from trtpd.build.families import FAMILIES
+from trtpd.build.families import CONVERTED, FAMILIES
 from trtpd.build.gguf_model import GgufFile
 from trtpd.build.hf_config import architecture_from_config
 from trtpd.errors import CheckpointError
@@ -111,6 +111,17 @@ def test_rows_are_unpermuted_after_dequantising(tmp_path: Path) -> None:
         # A row keeps its values, wherever the format puts it: so quantising it in place gives the same.
         exact = gguf.dequantize(gguf.quants.quantize(weights[name], of), of)
         assert np.array_equal(checkpoint.read(name), exact)
+
+
+@pytest.mark.parametrize(
+    ("family", "said"),
+    [("gemma3", "the model is a Gemma3ForCausalLM; LlamaForCausalLM, "), ("qwen2", "rope scaling of kind yarn")],
+)
+def test_an_engine_that_takes_less_refuses_a_gguf_file_too(tmp_path: Path, family: str, said: str) -> None:
+    fields = dict(GGUF_FIELDS[family])
+    path = write_family_gguf(tmp_path / "m.gguf", family, CONFIGS[family], family_weights(family), fields=fields)
+    with pytest.raises(CheckpointError, match=said):
+        open_checkpoint(path, CONVERTED)
 
 
 QUANTISED = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"]
