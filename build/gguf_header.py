@@ -63,12 +63,12 @@ class GgufHeader:
 def read_header(path: Path) -> GgufHeader:
     """Raises CheckpointError for a file that is missing, ends within its head, or isn't GGUF version 2 or 3."""
     try:
+        if path.stat().st_size == 0:  # which can't be mapped
+            raise CheckpointError(f"{path}: not a GGUF file (it is empty); download it again")
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Reader(path, data).header()
     except OSError as error:
         raise CheckpointError(f"{path}: can't be read ({error.strerror or error})") from error
-    except ValueError as error:  # an empty file can't be mapped
-        raise CheckpointError(f"{path}: not a GGUF file (it is empty); download it again") from error
 
 
 class _Reader:
@@ -122,6 +122,8 @@ class _Reader:
         self._elements += length
         if self._elements > MOST_ELEMENTS:
             raise self._wrong(f"{key[:80]} is an array of {length} values; {MOST_ELEMENTS:,} are read at most")
+        if length == 0:
+            return []
         if of in _NUMBERS:
             return np.frombuffer(self._take(length * np.dtype(_NUMBERS[of]).itemsize), _NUMBERS[of]).tolist()
         if of != _TEXT:

@@ -17,8 +17,8 @@ def refuse_unless_taken(architecture: Architecture, rules: ModelRules, where: Pa
         raise CheckpointError(f"{where}: the model is a {FAMILIES[a.family].model_class}; {taken} are supported")
     if a.window_layers and not rules.windows:
         raise CheckpointError(
-            f"{where}: the model has a sliding window of {a.sliding_window} tokens; only full attention is supported by "
-            "this engine: build it with engine openvino"
+            f"{where}: the model has a sliding window of {a.sliding_window} tokens; only full attention is supported "
+            "by this engine: build it with engine openvino"
         )
     if a.rope_scaling is not None and a.rope_scaling.__struct_config__.tag not in rules.rope_types:
         raise CheckpointError(
@@ -27,5 +27,6 @@ def refuse_unless_taken(architecture: Architecture, rules: ModelRules, where: Pa
         )
     if a.final_logit_softcapping is not None and not rules.softcapped:
         raise CheckpointError(
-            f"{where}: the model's logits are softcapped, which this engine doesn't support: build it with engine openvino"
+            f"{where}: the model's logits are softcapped, which isn't supported by this engine: build it with engine "
+            "openvino"
         )

@@ -42,6 +42,7 @@ class Weights:
         self._directory = directory
         self._architecture = architecture
         self._shard = shard
+        self._embedding: F32 | None = None
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -64,8 +65,11 @@ class Weights:
         return self._own.f32(name, (rows,))
 
     def embedding(self) -> F32:
-        arch = self._architecture
-        return self._first.f32(EMBEDDING, (arch.vocab_size, arch.hidden_size))
+        """Every call gives the same array, so that a tied head costs no second one."""
+        if self._embedding is None:
+            arch = self._architecture
+            self._embedding = self._first.f32(EMBEDDING, (arch.vocab_size, arch.hidden_size))
+        return self._embedding
 
     def matrix(self, name: str, rows: int, columns: int) -> Matrix:
         """The rank's part of a matrix, which has so many rows and columns."""
