@@ -70,7 +70,8 @@ def build_tokenizer(gguf: GgufFile) -> Tokenizer:
 
 
 def _byte_level(gguf: GgufFile, tokens: list[str], types: list[int]) -> Tokenizer:
-    merges = [tuple(merge.split(" ", 1)) for merge in _listed(gguf, "tokenizer.ggml.merges", str)]
+    halves = (merge.partition(" ") for merge in _listed(gguf, "tokenizer.ggml.merges", str))
+    merges = [(left, right) for left, _, right in halves]
     pre = _pre(gguf)
     tokenizer = Tokenizer(
         models.BPE(
