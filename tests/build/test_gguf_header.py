@@ -14,7 +14,8 @@ TEXT, ARRAY, U32 = 8, 9, 4
 
 
 def text(value: str) -> bytes:
-    return struct.pack("<Q", len(value)) + value.encode()
+    raw = value.encode()
+    return struct.pack("<Q", len(raw)) + raw
 
 
 def field(key: str, kind: int, value: bytes) -> bytes:
