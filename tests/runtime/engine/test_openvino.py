@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -94,7 +95,7 @@ def test_a_kv_type_the_cpu_lacks_is_refused(directory):
 
 def test_the_self_test_notices_kv_the_cpu_gets_wrong():
     openvino = import_openvino()
-    shape = {"heads": 4, "kv_heads": 2, "head_dim": 16, "threads": 1}
+    shape: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 16, "threads": 1}
     selftest.check_paged_attention(openvino, kv_dtype="f32", windowed=True, **shape)
     if "BF16" in ov.cpu_capabilities(openvino):
         selftest.check_paged_attention(openvino, kv_dtype="bf16", **shape)
@@ -104,7 +105,7 @@ def test_the_self_test_notices_kv_the_cpu_gets_wrong():
 
 
 def test_the_self_test_notices_a_window_that_is_off_by_one(monkeypatch):
-    shape = {"heads": 4, "kv_heads": 2, "head_dim": 16, "threads": 1}
+    shape: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 16, "threads": 1}
     attend = Paging.attend
 
     def one_more(self, *inputs, window=None):
