@@ -70,6 +70,11 @@ class PoolSpec(_Section):
     max_step_tokens: AutoCount = Field(default=None, description="tokens one step may compute, over all sequences")
     chunk_tokens: AutoCount = Field(default=None, description="tokens of one prompt computed in one step")
     kv_tokens: AutoCount = Field(default=None, description="tokens the KV pool of one instance holds; auto: by memory")
+    widen_weights: Annotated[bool | None, Auto] = Field(
+        default=None,
+        description="openvino: turn bf16, f16 and int8 weights into f32 at load, the same values: prefills faster, "
+        "takes f32's memory, decodes slower; auto: on prefill only",
+    )
     engine_args: dict[str, Any] = Field(
         default_factory=dict,
         description="tensorrt_llm: flags of trtllm-build (from 1.3 on: LLM arguments) in place of ours",
@@ -214,7 +219,7 @@ class PipelineSpec(_Section):
     engine: EngineName = Field(default="openvino", description="openvino, tensorrt_llm or emulated (no model computed)")
     precision: Annotated[Precision | None, Auto] = Field(
         default=None,
-        description="weights: f32, bf16, int8 (tensorrt_llm also f16, fp8); auto: bf16 if that is fast here, else f32",
+        description="weights: f32, bf16, f16, int8 (tensorrt_llm also fp8); auto: bf16 if that is fast here, else f32",
     )
     pools: PoolsSpec = Field(description="the pools: prefill and decode, or mixed, or all three")
     kv: KVSpec = Field(default_factory=lambda: KVSpec(), description="the KV cache, alike in all roles")

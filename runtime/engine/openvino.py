@@ -39,6 +39,8 @@ from trtpd.runtime.engine.weights import Weights
 
 F32 = npt.NDArray[np.float32]
 
+_SETTLING_STEPS = 4
+
 
 def load(
     config: EngineConfig, directory: Path, *, pool_name: str, generation: str, ranks: Ranks | None = None
@@ -81,12 +83,14 @@ def _load_rank(config: EngineConfig, directory: Path, pool_name: str, generation
             shard,
             kv_dtype=layout.dtype,
             positions=config.max_seq_tokens,
+            widen=config.profile.widen_weights,
             sum_up=sums,
         )
-    compiled = compile_for_cpu(openvino, model, threads=threads, kv_dtype=layout.dtype)
+        compiled = compile_for_cpu(openvino, model, threads=threads, kv_dtype=layout.dtype)
     pool = SharedPool.create(pool_name, layout, config.profile.kv_blocks, generation=generation, tp_rank=shard.rank)
     try:
-        part = OpenVINOPart(openvino, compiled, pool, config, width=len(shard.vocabulary), sums=sums)
+        width = len(shard.vocabulary)
+        part = OpenVINOPart(openvino, compiled, pool, config, width=width, weights=weights, sums=sums)
     except BaseException:
         pool.close()
         raise
@@ -110,7 +114,8 @@ class Sums:
 
 
 class OpenVINOPart:
-    """A rank's compiled model, whose KV is `pool`. Its rows are logits, `width` of the vocabulary."""
+    """A rank's compiled model, whose KV is `pool` and whose constants may still lie in `weights`. Its rows are logits,
+    `width` of the vocabulary."""
 
     def __init__(
         self,
@@ -120,6 +125,7 @@ class OpenVINOPart:
         config: EngineConfig,
         *,
         width: int,
+        weights: Weights | None = None,
         sums: Sums | None = None,
     ) -> None:
         profile = config.profile
@@ -132,6 +138,8 @@ class OpenVINOPart:
         self._inputs = StepInputs(config.layout, limits, max_seq_tokens=config.max_seq_tokens)
         self._logits = np.empty((limits.max_running, width), np.float32)
         self._request: Any = compiled.create_infer_request()
+        self._weights = weights
+        self._settling_steps = _SETTLING_STEPS
         self._sums = sums
         self._sums_per_step = ALL_REDUCES_PER_LAYER * config.layout.num_layers
         self._bind_kv(pool)
@@ -153,11 +161,19 @@ class OpenVINOPart:
         if self._sums is not None and self._sums.taken - before != self._sums_per_step:
             taken = self._sums.taken - before
             raise EngineError(f"openvino left a step after {taken} of {self._sums_per_step} sums over all ranks")
+        self._settle()
         return logits
 
     def close(self) -> None:
         """See Part."""
         self._request = None
+
+    def _settle(self) -> None:
+        """The first steps still read weights to make copies in a layout of the plugin's own; what they read isn't
+        needed in memory after that."""
+        if self._settling_steps and self._weights is not None:
+            self._settling_steps -= 1
+            self._weights.let_go()
 
     def _bind_kv(self, pool: SharedPool) -> None:
         dtype = kv_type(self._openvino, pool.layout.dtype)
