@@ -18,7 +18,6 @@ import msgspec
 
 from trtpd.build.backends import backend_of
 from trtpd.build.backends.base import Progress
-from trtpd.build.engines import EngineName
 from trtpd.build.files import digest_of
 from trtpd.build.manifest import (
     ENGINE_CONFIG,
@@ -31,7 +30,7 @@ from trtpd.build.manifest import (
     write_json,
 )
 from trtpd.build.roles import RoleWishes
-from trtpd.errors import BuildError, EngineError
+from trtpd.errors import BuildError
 
 KEPT = 0.95
 """A variant within this share of the best rate is as good: of those the smallest step and the least memory wins."""
@@ -101,8 +100,8 @@ class _Bench:
         until_s: float,
         progress: Progress,
     ) -> None:
-        backend = backend_of(_engine_name(config))
-        if backend is None or config.engine != "openvino":
+        backend = backend_of("openvino") if config.engine == "openvino" else None
+        if backend is None:
             raise BuildError(f"--tune: {config.engine} has nothing to measure here; build without --tune")
         self._backend = backend
         self._config, self._engine, self._work, self._options = config, engine, work, options
@@ -250,10 +249,3 @@ def _remembered(path: Path) -> float | None:
 def _words(trial: Trial, profile: RoleProfile) -> str:
     what = f"{trial.kind} {trial.tokens}x{trial.batch}"
     return f"{what}, chunks of {profile.chunk_tokens}{', weights widened' if profile.widen_weights else ''}"
-
-
-def _engine_name(config: EngineConfig) -> EngineName:
-    try:
-        return msgspec.convert(config.engine, EngineName)
-    except msgspec.ValidationError as error:
-        raise EngineError(f"{config.engine!r} is no engine this trtpd knows; build again") from error

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from trtpd.errors import EngineError
-from trtpd.perf.measured import Cell, Measure, answer
+from trtpd.perf.measured import Cell, answer
 
 DECODE_TOKENS = 24
 
@@ -52,7 +52,7 @@ class LlamaCpp:
             return time.perf_counter() - began_s
         self._complete(prompts, 1)
         answers = self._complete(prompts, DECODE_TOKENS)
-        rates = [each["timings"]["predicted_per_second"] for each in answers]
+        rates = [float(each["timings"]["predicted_per_second"]) for each in answers]
         return len(rates) / sum(rates)
 
     def _complete(self, prompts: list[list[int]], tokens: int) -> list[dict[str, Any]]:
@@ -111,14 +111,7 @@ def _server(setup: LlamaSetup) -> Any:
 
 def main() -> int:
     setup = msgspec.json.decode(sys.argv[1], type=LlamaSetup)
-    load: Measure | None = None
-
-    def loaded() -> Measure:
-        nonlocal load
-        load = LlamaCpp(setup)
-        return load
-
-    return answer(loaded, setup.cores)
+    return answer(lambda: LlamaCpp(setup), setup.cores)
 
 
 if __name__ == "__main__":

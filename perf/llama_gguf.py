@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from trtpd.build.checkpoint import Checkpoint, expected_shapes
+from trtpd.build.checkpoint import Checkpoint
 from trtpd.build.gguf_model import gguf_name
+from trtpd.build.shapes import expected_shapes
 from trtpd.build.tensors import F32Array
 from trtpd.errors import InputError
 

@@ -73,7 +73,7 @@ class EngineMeter:
         """The median over some steps, the first of which isn't counted: it admits the sequences."""
         keys = [self._submit(cell, RequestKind.GENERATION_ONLY) for _ in range(cell.batch)]
         began_s = self._clock()
-        steps = []
+        steps: list[float] = []
         while len(steps) <= DECODE_STEPS:
             before_s = self._clock()
             if self._poll(began_s):
