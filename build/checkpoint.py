@@ -19,10 +19,12 @@ import xxhash
 from trtpd.build.bounds import refuse_further_layers
 from trtpd.build.config_fields import read_json
 from trtpd.build.families import OWN_GRAPH, ModelRules
-from trtpd.build.gguf_model import GgufFile, gguf_name
+from trtpd.build.gguf_model import GgufFile
+from trtpd.build.gguf_names import gguf_name
 from trtpd.build.gguf_tokenizer import build_tokenizer, special_ids, write_tokenizer
 from trtpd.build.hf_config import architecture_from_config, checked_quantization
 from trtpd.build.manifest import Architecture, Quantization
+from trtpd.build.rules import refuse_unless_taken
 from trtpd.build.shapes import expected_shapes
 from trtpd.build.tensors import F32Array, TensorFile
 from trtpd.build.tokenizer_files import check_tokenizer
@@ -103,7 +105,9 @@ def open_checkpoint(path: Path, rules: ModelRules = OWN_GRAPH) -> Checkpoint:
         )
     if path.suffix != ".gguf":
         raise CheckpointError(f"{path}: neither a Hugging Face folder nor a .gguf file")
-    return checkpoint_of(GgufFile(path))
+    checkpoint = checkpoint_of(GgufFile(path))
+    refuse_unless_taken(checkpoint.architecture, rules, path)
+    return checkpoint
 
 
 def open_architecture(path: Path, rules: ModelRules = OWN_GRAPH) -> Checkpoint:
@@ -233,7 +237,7 @@ class _GgufSource:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         theirs = self._gguf.shapes()
-        ours = ((name, gguf_name(name)) for name in expected_shapes(self._gguf.architecture))
+        ours = ((name, gguf_name(name, self._gguf.family)) for name in expected_shapes(self._gguf.architecture))
         return {name: theirs[stored] for name, stored in ours if stored in theirs}
 
     def read(self, name: str) -> F32Array:

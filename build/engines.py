@@ -100,6 +100,8 @@ def engine_architecture(engine: EngineName, architecture: Architecture) -> Archi
         hidden_size=layout.kv_heads * layout.head_dim,
         intermediate_size=4 * layout.kv_heads * layout.head_dim,
         rope_scaling=None,
+        sliding_window=None,
+        window_layers=(),
     )
 
 

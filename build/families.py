@@ -105,12 +105,13 @@ FAMILIES: dict[str, Family] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRules:
-    """The models an engine takes: `families`; `windows`, those with sliding windows; `rope_types`, beside plain
-    rotary embedding; `softcapped`, those with softcapped logits; `quantised`, those with weights stored in FP8."""
+    """The models an engine takes: `families`; `windows`, those with sliding windows; `rope_types`, beside plain rotary
+    embedding, by the tags of manifest.RopeScaling; `softcapped`, those with softcapped logits; `quantised`, those with
+    weights stored in FP8."""
 
     families: tuple[str, ...] = tuple(FAMILIES)
     windows: bool = True
-    rope_types: tuple[str, ...] = ("linear", "llama3", "yarn")
+    rope_types: tuple[str, ...] = ("linear", "llama3", "yarn", "factors")
     softcapped: bool = True
     quantised: bool = False
 

@@ -41,7 +41,7 @@ def architecture_from_config(
         raise CheckpointError(f"{where}: head_dim is {head_dim}; rotary embedding needs an even one")
     positions = fields.count("max_position_embeddings", 2048, most=MOST_POSITIONS)
     layers = fields.count("num_hidden_layers", most=MOST_LAYERS)
-    window, window_layers = _windows(fields, family, layers, positions, rules)
+    window, window_layers = _windows(fields, where, family, layers, positions, rules)
     rope = rope_of(config, where, family, rules, positions=positions)
     return Architecture(
         num_hidden_layers=layers,
@@ -96,9 +96,10 @@ def _refuse_variants(fields: Fields, family: Family, rules: ModelRules) -> None:
 
 
 def _windows(
-    fields: Fields, family: Family, layers: int, positions: int, rules: ModelRules
+    fields: Fields, where: Path, family: Family, layers: int, positions: int, rules: ModelRules
 ) -> tuple[int | None, tuple[int, ...]]:
-    """The sliding window and the layers that have it: none where it is as long as the longest sequence."""
+    """The sliding window and the layers that have it: none where it is as long as the longest sequence. Absent is not
+    null here: then it is the family's usual one."""
     switched_off = family.window_rule == "switched" and not fields.flag("use_sliding_window")
     if switched_off or fields.is_null("sliding_window"):
         return None, ()
@@ -106,10 +107,9 @@ def _windows(
     if window >= positions:
         return None, ()
     if not rules.windows or family.window_rule == "none":
-        raise fields.wrong(
-            "sliding_window",
-            f"with {positions} positions only full attention is supported: set max_position_embeddings to the "
-            "window's size to use the model within it",
+        raise CheckpointError(
+            f"{where}: sliding_window is {window} with {positions} positions; only full attention is supported here: "
+            "set max_position_embeddings to the window's size to use the model within it"
         )
     chosen = _window_layers(fields, family, layers)
     return (window, chosen) if chosen else (None, ())

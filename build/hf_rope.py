@@ -14,6 +14,7 @@ from trtpd.build.manifest import LinearScaling, Llama3Scaling, RopeScaling, Yarn
 from trtpd.errors import CheckpointError
 
 _PER_LAYER = ("full_attention", "sliding_attention")
+_KINDS = ("linear", "llama3", "yarn")
 _MENDS = {
     "dynamic": "without rope_scaling it is the same model up to its original length",
     "longrope": "take a checkpoint made for its original length",
@@ -72,8 +73,9 @@ def _scaling(fields: Fields, key: str, where: Path, rules: ModelRules, positions
     fields.must_be("partial_rotary_factor", 1.0)
     if kind == "default":
         return None
-    if kind not in rules.rope_types:
-        known = ", ".join(f'"{name}"' for name in ("default", *rules.rope_types))
+    taken = [name for name in _KINDS if name in rules.rope_types]
+    if kind not in taken:
+        known = ", ".join(f'"{name}"' for name in ("default", *taken))
         mend = _MENDS.get(kind, "take a checkpoint with one of these")
         raise CheckpointError(f'{where}: {key}.rope_type is "{kind}"; {known} are supported: {mend}')
     if kind == "linear":

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from trtpd.build.checkpoint import Checkpoint
-from trtpd.build.gguf_model import gguf_name
+from trtpd.build.families import FAMILIES
+from trtpd.build.gguf_names import gguf_name
 from trtpd.build.shapes import expected_shapes
 from trtpd.build.tensors import F32Array
 from trtpd.errors import InputError
@@ -33,7 +34,7 @@ def write_gguf(checkpoint: Checkpoint, path: Path, kind: str) -> None:
         values = _rows(name, checkpoint)
         stored = gguf.GGMLQuantizationType.F32 if values.ndim == 1 else target
         data = gguf.quants.quantize(values, stored)
-        writer.add_tensor(gguf_name(name), data, raw_dtype=stored)
+        writer.add_tensor(gguf_name(name, FAMILIES[arch.family]), data, raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

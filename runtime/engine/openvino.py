@@ -73,6 +73,7 @@ def _load_rank(config: EngineConfig, directory: Path, pool_name: str, generation
         head_dim=architecture.head_dim,
         kv_dtype=layout.dtype,
         threads=threads,
+        windowed=bool(architecture.window_layers),
     )
     sums = None if ranks is None else Sums(ranks)
     with Weights(directory, architecture, shard) as weights:

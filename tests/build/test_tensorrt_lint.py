@@ -112,7 +112,7 @@ GOOD: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (LLAMA_70B, trt(gpu="h200")),
     (LLAMA_8B | FP8, {}),
     (LLAMA_8B | FP8, trt(gpu="b200")),
-    (LLAMA_8B | {"architectures": ["MistralForCausalLM"]}, {}),
+    (LLAMA_8B | {"architectures": ["MistralForCausalLM"], "sliding_window": 131072}, {}),
     (LLAMA_8B | {"architectures": ["Qwen3ForCausalLM"]}, {"precision": "f16"}),
     (LLAMA_8B, pools(tp=2) | {"precision": "int8"}),
     (LLAMA_8B, {"pools": {"mixed": {"tp": 1}}}),

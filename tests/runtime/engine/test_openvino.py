@@ -21,6 +21,7 @@ from trtpd.errors import EngineError
 from trtpd.runtime.core.events import Rejected
 from trtpd.runtime.engine import openvino as engine_module
 from trtpd.runtime.engine import ov, selftest
+from trtpd.runtime.engine.graph import Paging
 from trtpd.runtime.engine.step_inputs import StepInputs
 
 ARCH = tiny.architecture()
@@ -94,12 +95,24 @@ def test_a_kv_type_the_cpu_lacks_is_refused(directory):
 def test_the_self_test_notices_kv_the_cpu_gets_wrong():
     openvino = import_openvino()
     shape = {"heads": 4, "kv_heads": 2, "head_dim": 16, "threads": 1}
-    selftest.check_paged_attention(openvino, kv_dtype="f32", **shape)
+    selftest.check_paged_attention(openvino, kv_dtype="f32", windowed=True, **shape)
     if "BF16" in ov.cpu_capabilities(openvino):
         selftest.check_paged_attention(openvino, kv_dtype="bf16", **shape)
     else:
         with pytest.raises(EngineError, match="kv_dtype f32"):
             selftest.check_paged_attention(openvino, kv_dtype="bf16", **shape)
+
+
+def test_the_self_test_notices_a_window_that_is_off_by_one(monkeypatch):
+    shape = {"heads": 4, "kv_heads": 2, "head_dim": 16, "threads": 1}
+    attend = Paging.attend
+
+    def one_more(self, *inputs, window=None):
+        return attend(self, *inputs, window=None if window is None else window + 1)
+
+    monkeypatch.setattr(Paging, "attend", one_more)
+    with pytest.raises(EngineError, match="in a window of 40 tokens"):
+        selftest.check_paged_attention(import_openvino(), kv_dtype="f32", windowed=True, **shape)
 
 
 @pytest.mark.parametrize(
