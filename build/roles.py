@@ -54,8 +54,7 @@ class RoleRoom:
 class RoleDefaults:
     """What a role gets where neither the file nor a measurement says. `max_step_tokens` of decode comes on top
     of `tokens_per_sequence` for each of its batch (more than one where it decodes speculatively). `chunk_tokens`
-    None: a chunk may fill the step. `widen_weights`: see RoleProfile. `prompt_tokens`: the batch must fill a step with
-    prompts of that length.
+    None: a chunk may fill the step. `prompt_tokens`: the batch must fill a step with prompts of that length.
     `steps` and `batches` are what a measurement tries."""
 
     max_step_tokens: int
@@ -63,14 +62,12 @@ class RoleDefaults:
     max_batch: int
     tokens_per_sequence: int = 1
     prompt_tokens: int | None = None
-    widen_weights: bool = False
     steps: tuple[int, ...] = _STEP_CANDIDATES
     batches: tuple[int, ...] = _BATCH_CANDIDATES
 
 
 CPU_DEFAULTS: dict[RoleName, RoleDefaults] = {
-    # Prefill is bound by arithmetic, which is fastest on f32 in the layout of the CPU's own matrix product.
-    "prefill": RoleDefaults(max_step_tokens=2048, chunk_tokens=512, max_batch=16, widen_weights=True),
+    "prefill": RoleDefaults(max_step_tokens=2048, chunk_tokens=512, max_batch=16),
     "decode": RoleDefaults(max_step_tokens=LOCAL_PREFILL_TOKENS, chunk_tokens=LOCAL_PREFILL_TOKENS, max_batch=32),
     "mixed": RoleDefaults(max_step_tokens=2048, chunk_tokens=512, max_batch=32),
 }
@@ -139,7 +136,7 @@ def profile_for(
         kv_blocks=max(1, kv_tokens // layout.tokens_per_block),
         threads=wishes.threads or max(1, len(room.cores) // max(1, room.instances)),
         cores=room.cores,
-        widen_weights=defaults.widen_weights if wishes.widen_weights is None else wishes.widen_weights,
+        widen_weights=bool(wishes.widen_weights),
     )
 
 

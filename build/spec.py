@@ -73,7 +73,7 @@ class PoolSpec(_Section):
     widen_weights: Annotated[bool | None, Auto] = Field(
         default=None,
         description="openvino: turn bf16, f16 and int8 weights into f32 at load, the same values: prefills faster, "
-        "takes f32's memory, decodes slower; auto: on prefill only",
+        "takes f32's memory twice, decodes slower; auto: no, or what --tune measures",
     )
     engine_args: dict[str, Any] = Field(
         default_factory=dict,

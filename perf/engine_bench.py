@@ -4,8 +4,8 @@
                                       [-o RESULTS.json] [--seconds 200] [--rounds 3] [--json]
     python -m trtpd.perf.engine_bench --model DIR --roles ...
 
-Ours is what `trtpd build` makes: prefill is measured on the prefill engine, decode on the decode engine, both through
-the engine seam with everything a step does. llama.cpp's server runs in a process of its own, one for each of its types
+Ours is what `trtpd build --tune` makes: a prefill engine that widens its weights and a decode engine that does not, each
+measured at its own work through the engine seam, with everything a step does. llama.cpp's server runs in a process of its own, one for each of its types
 of that width; the best of them counts. With -o every measurement is added to a file, so that a long table is made in
 several runs, and medians are over all of them.
 
@@ -131,7 +131,10 @@ def built(model: Path, width: Precision, cores: Sequence[int], cache: Path) -> P
     spec = {
         "model": str(model.resolve()),
         "precision": width,
-        "pools": {role: {"cores": list(cores), "kv_tokens": KV_TOKENS} for role in ("prefill", "decode")},
+        "pools": {
+            role: {"cores": list(cores), "kv_tokens": KV_TOKENS, "widen_weights": role == "prefill"}
+            for role in ("prefill", "decode")
+        },
         "kv": {"max_seq_tokens": MAX_SEQ_TOKENS},
     }
     out = cache / f"build-{width}-{'-'.join(map(str, cores))}"
