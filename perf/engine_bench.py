@@ -4,10 +4,10 @@
                                       [-o RESULTS.json] [--seconds 200] [--rounds 3] [--json]
     python -m trtpd.perf.engine_bench --model DIR --roles ...
 
-Ours is what `trtpd build --tune` makes: a prefill engine that widens its weights and a decode engine that does not, each
-measured at its own work through the engine seam, with everything a step does. llama.cpp's server runs in a process of its own, one for each of its types
-of that width; the best of them counts. With -o every measurement is added to a file, so that a long table is made in
-several runs, and medians are over all of them.
+Ours is what `trtpd build --tune` makes: a prefill engine that widens its weights and a decode engine that does not,
+each measured at its own work through the engine seam, with everything a step does. llama.cpp's server runs in a process
+of its own, one for each of its types of that width; the best of them counts. With -o every measurement is added to a
+file, so that a long table is made in several runs, and medians are over all of them.
 
 With --roles the two engines of one build change places instead: each does both roles' work, and the gain is how much
 better a role's own build is at it.

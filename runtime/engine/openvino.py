@@ -39,8 +39,6 @@ from trtpd.runtime.engine.weights import Weights
 
 F32 = npt.NDArray[np.float32]
 
-_SETTLING_STEPS = 4
-
 
 def load(
     config: EngineConfig, directory: Path, *, pool_name: str, generation: str, ranks: Ranks | None = None
@@ -140,7 +138,7 @@ class OpenVINOPart:
         self._logits = np.empty((limits.max_running, width), np.float32)
         self._request: Any = compiled.create_infer_request()
         self._weights = weights
-        self._settling_steps = _SETTLING_STEPS
+        self._settled: set[int] = set()
         self._sums = sums
         self._sums_per_step = ALL_REDUCES_PER_LAYER * config.layout.num_layers
         self._bind_kv(pool)
@@ -162,18 +160,19 @@ class OpenVINOPart:
         if self._sums is not None and self._sums.taken - before != self._sums_per_step:
             taken = self._sums.taken - before
             raise EngineError(f"openvino left a step after {taken} of {self._sums_per_step} sums over all ranks")
-        self._settle()
+        self._settle(step.tokens)
         return logits
 
     def close(self) -> None:
         """See Part."""
         self._request = None
 
-    def _settle(self) -> None:
-        """The first steps still read weights to make copies in a layout of the plugin's own; what they read isn't
-        needed in memory after that."""
-        if self._settling_steps and self._weights is not None:
-            self._settling_steps -= 1
+    def _settle(self, tokens: int) -> None:
+        """The first step of each size still reads weights, to make copies in a layout of the plugin's own; what it read
+        isn't needed in memory after that."""
+        size = tokens.bit_length()
+        if self._weights is not None and size not in self._settled:
+            self._settled.add(size)
             self._weights.let_go()
 
     def _bind_kv(self, pool: SharedPool) -> None:
