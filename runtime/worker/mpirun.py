@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from trtpd.errors import EngineError
 from trtpd.runtime.engine.mpi import MEND
 
@@ -46,6 +48,21 @@ class Mpi:
 
 Hosts = str | Sequence[str] | None
 """A hostfile, or names with slots as mpirun's --host takes them; None: this host."""
+
+
+class _Pool(msgspec.Struct, frozen=True):
+    """What a manifest's settings say of where a pool's ranks run."""
+
+    hosts: str | list[str] | None = None
+
+
+class _Settings(msgspec.Struct, frozen=True):
+    pools: dict[str, _Pool] = {}
+
+
+def hosts_of(settings: Mapping[str, object], role: str) -> Hosts:
+    """Where the ranks of a role's instances run, by a manifest's settings."""
+    return msgspec.convert(settings, type=_Settings).pools.get(role, _Pool()).hosts
 
 
 def find_mpi(python: str, environment: Mapping[str, str]) -> Mpi:
