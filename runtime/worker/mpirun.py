@@ -16,6 +16,7 @@ from trtpd.runtime.engine.mpi import MEND
 
 FIND_S = 60.0
 FORWARDED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH")
+FORWARDED_PREFIXES = ("UCX_", "NCCL_", "NIXL_", "TRTLLM_")
 """Variables that ranks on other hosts get too."""
 
 _PROBE = """
@@ -35,7 +36,9 @@ _SETTINGS = {
     "coll_tuned_allreduce_algorithm": "3",
     "mpi_yield_when_idle": "1",
 }
-_LOCAL_SETTINGS = {"pml": "ob1", "btl": "self,sm"}
+_SM_SINCE = 5
+"""The version from which Open MPI calls its shared memory "sm"; version 4, which containers have, calls it "vader" and
+ends with an error for the other name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,11 +114,13 @@ def group_command(
     command = [str(mpi.mpirun), "-n", str(ranks), "--bind-to", "none"]
     settings = dict(_SETTINGS)
     if hosts is None:
-        settings |= _LOCAL_SETTINGS | {"btl_sm_backing_directory": str(folder)}
+        memory = "sm" if int(mpi.version.split(".")[0]) >= _SM_SINCE else "vader"
+        settings |= {"pml": "ob1", "btl": f"self,{memory}", f"btl_{memory}_backing_directory": str(folder)}
         command.append("--oversubscribe")
     else:
         command += ["--hostfile", hosts] if isinstance(hosts, str) else ["--host", ",".join(hosts)]
-        command += [part for name in FORWARDED if name in environment for part in ("-x", name)]
+        named = [*FORWARDED, *sorted(name for name in environment if name.startswith(FORWARDED_PREFIXES))]
+        command += [part for name in named if name in environment for part in ("-x", name)]
     command += [part for pair in settings.items() for part in ("--mca", *pair)]
     return [*command, python, "-m", "mpi4py", *arguments]
 

@@ -55,7 +55,7 @@ def test_each_group_gets_gpus_of_its_own_and_the_cores_near_them(tmp_path: Path)
 def test_only_what_this_host_serves_takes_gpus(tmp_path: Path) -> None:
     build = gpu_build(tmp_path)
     assert bound(build, dgx(4), "decode_0").by_instance.keys() == {"decode_0"}
-    with pytest.raises(InputError, match="prefill_0 2, decode_0 4 .6 together"):
+    with pytest.raises(InputError, match=r"prefill_0 2, decode_0 4 \(6 together"):
         bound(build, dgx(4))
 
 
