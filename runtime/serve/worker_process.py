@@ -209,7 +209,7 @@ class WorkerProcess:
                 return None
             if self._mpi is not None:
                 group = GroupFolder.make(command.instance, command.ranks)
-                environment = group_environment(environment, group.path)
+                environment = group_environment(environment, group.path, hosts=command.hosts)
                 argv = command.group_argv(self._mpi, group.path, environment)
             process = subprocess.Popen(
                 argv,

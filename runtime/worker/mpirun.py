@@ -125,10 +125,11 @@ def group_command(
     return [*command, python, "-m", "mpi4py", *arguments]
 
 
-def group_environment(base: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """`base` for mpirun: not itself part of an MPI job, its files in `folder`, root allowed if that is who we are."""
+def group_environment(base: Mapping[str, str], folder: Path, *, hosts: Hosts = None) -> dict[str, str]:
+    """`base` for mpirun: not itself part of an MPI job, its files in `folder`, root allowed if that is who we are. A
+    group on this host isn't part of a Slurm job either: its ranks would be spread over all hosts of that."""
     tuned = ("OMPI_MCA_", "PMIX_MCA_", "PRTE_MCA_")
-    jobs = ("OMPI_", "PMIX_", "PRTE_")
+    jobs = ("OMPI_", "PMIX_", "PRTE_") + (("SLURM_",) if hosts is None else ())
     env = {name: value for name, value in base.items() if name.startswith(tuned) or not name.startswith(jobs)}
     env["TMPDIR"] = str(folder)
     if os.geteuid() == 0:

@@ -86,6 +86,12 @@ def test_the_environment_is_that_of_no_other_mpi_job():
     assert (made["OMPI_MCA_btl_base_verbose"], made["HOME"], made["TMPDIR"]) == ("9", "/h", str(FOLDER))
 
 
+def test_only_a_group_over_hosts_is_part_of_a_slurm_job():
+    base = {"SLURM_JOB_ID": "7", "SLURM_NODELIST": "a,b"}
+    assert base.keys().isdisjoint(group_environment(base, FOLDER))
+    assert base.keys() <= group_environment(base, FOLDER, hosts=["a", "b"]).keys()
+
+
 def test_the_mpirun_found_belongs_to_the_library_that_is_loaded():
     found = find_mpi(sys.executable, os.environ)
     said = subprocess.run([found.mpirun, "--version"], capture_output=True, text=True, timeout=60).stdout
