@@ -260,6 +260,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=48, help="length of each answer")
     parser.add_argument("trtpd", nargs="+", help="how trtpd is started")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))  # ends the server on its way out
     report = Report(given.report / "serve.json")
     check(report, given.trtpd, given.pair, given.whole, given.tokens)
     return 0 if all(step["ok"] for step in report.steps) else 1

@@ -149,8 +149,8 @@ class _Scheduler(msgspec.Struct, frozen=True):
 
 
 class _Slo(msgspec.Struct, frozen=True):
-    ttft_ms: float | None
-    tpot_ms: float | None
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
 
 
 class _Settings(msgspec.Struct, frozen=True):
