@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 from tests.runtime.engine import tiny
 from tests.runtime.engine.conformance import EngineConformance, MakeEngine
+from tests.runtime.engine.serving_conformance import ServingConformance
 
 from trtpd.build.manifest import RoleProfile
 from trtpd.errors import EngineError
@@ -24,7 +25,7 @@ class Stock:
         self._idle: list[tuple[RoleProfile, Engine]] = []
         self._used: list[tuple[RoleProfile, Engine]] = []
 
-    def make(self, **overrides: int) -> Engine:
+    def make(self, **overrides: float | None) -> Engine:
         profile = replace(tiny.PROFILE, **overrides)
         fitting = [entry for entry in self._idle if entry[0] == profile]
         entry = fitting[0] if fitting else (profile, self._load(profile))
@@ -35,7 +36,8 @@ class Stock:
     def take_back(self) -> None:
         for entry in self._used:
             try:
-                clean = entry[1].poll(0.0).load.kv_blocks_free == entry[1].limits.kv_blocks
+                load = entry[1].poll(0.0).load
+                clean = load.kv_blocks_free == entry[1].limits.kv_blocks and not load.cached_blocks
             except EngineError:
                 clean = False
             if clean:
@@ -76,21 +78,21 @@ def openvino_ranks_stock(tmp_path_factory) -> Iterator[Stock]:
     stock.close()
 
 
-class TestOpenVINO(EngineConformance):
+class TestOpenVINO(EngineConformance, ServingConformance):
     @pytest.fixture
     def make_engine(self, openvino_stock: Stock) -> Iterator[MakeEngine]:
         yield openvino_stock.make
         openvino_stock.take_back()
 
 
-class TestEmulated(EngineConformance):
+class TestEmulated(EngineConformance, ServingConformance):
     @pytest.fixture
     def make_engine(self, emulated_stock: Stock) -> Iterator[MakeEngine]:
         yield emulated_stock.make
         emulated_stock.take_back()
 
 
-class TestOpenVINOOfTwoRanks(EngineConformance):
+class TestOpenVINOOfTwoRanks(EngineConformance, ServingConformance):
     @pytest.fixture
     def make_engine(self, openvino_ranks_stock: Stock) -> Iterator[MakeEngine]:
         yield openvino_ranks_stock.make
