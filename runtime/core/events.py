@@ -24,7 +24,7 @@ class Capabilities:
 
     chunk_events: reports chunks before the seal · release: held KV can be freed on request · repull: an offer
     can be pulled twice · digests: blocks can be verified · seeded_resume: sampling is a function of (seed,
-    position).
+    position) · unsupported: settings of a request's sampling that it can't honour, by their names.
     """
 
     chunk_events: bool = True
@@ -32,6 +32,7 @@ class Capabilities:
     repull: bool = True
     digests: bool = True
     seeded_resume: bool = True
+    unsupported: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,7 +225,7 @@ class Hello:
     gone).
 
     `pairing_key` is equal for instances that can exchange KV. `fingerprint` names the build; pairs never
-    cross it.
+    cross it. With `prefix_cache` it computes (and pulls) only what it has not of a prompt's full blocks.
     """
 
     instance: str
@@ -242,6 +243,7 @@ class Hello:
     prefill_tokens_per_s: float
     transports: tuple[str, ...] = ()
     capabilities: Capabilities = field(default_factory=Capabilities)
+    prefix_cache: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

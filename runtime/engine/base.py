@@ -8,8 +8,8 @@ Life of a key
   GENERATION_ONLY         KV was put into blocks reserved with `kv.reserve`; Tokens*, the last with `finish`
   CONTEXT_AND_GENERATION  PrefillBegan, PrefillChunk*, Tokens*, the last with `finish`
 with Preempted in between where the engine took a sequence's blocks for others and computes its KV anew later (never
-of CONTEXT_ONLY), and at any time instead: Rejected (never begun, given up, or failed: the engine holds nothing of it), or,
-after `cancel` or `release`, Drained. After the last event of a key (Rejected, Drained, Tokens with `finish`)
+of CONTEXT_ONLY), and at any time instead: Rejected (never begun, given up, or failed: the engine holds nothing of it),
+or, after `cancel` or `release`, Drained. After the last event of a key (Rejected, Drained, Tokens with `finish`)
 its blocks are free. Each accepted key gets exactly one last event.
 """
 
@@ -127,7 +127,6 @@ class PrefillDone(msgspec.Struct, frozen=True, kw_only=True):
     log_prob: float | None
     finish: FinishReason | None
     top_log_probs: tuple[tuple[int, float], ...] = ()
-    cached_tokens: int = 0
 
 
 EngineEvent = PrefillBegan | PrefillChunk | PrefillDone | Tokens | Preempted | Drained | Rejected

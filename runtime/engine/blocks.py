@@ -1,4 +1,4 @@
-"""BlockAllocator: who has which KV blocks, who shares them, and how many more each owner may still come to need. Pure."""
+"""BlockAllocator: who has which KV blocks, with whom they are shared, and how many more each owner may need. Pure."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ from trtpd.errors import EngineError
 from trtpd.kv_transfer.pool import SharedPool
 from trtpd.runtime.engine.executor import DrawAt, Piece
 from trtpd.runtime.engine.group import Follower, Loaded, alone, check_group, follow, lead
-from trtpd.runtime.engine.ranks import Array, Ranks
 from trtpd.runtime.engine.penalties import changes
+from trtpd.runtime.engine.ranks import Array, Ranks
 from trtpd.runtime.engine.sampling import Draw, draw, mix, uniform
 from trtpd.runtime.engine.shell import ScheduledEngine
 from trtpd.runtime.engine.steps import Step

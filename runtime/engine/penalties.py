@@ -58,9 +58,8 @@ class History:
 
 def changes(sampling: Sampling, index: int) -> bool:
     """Whether `adjust` would change anything at output index `index`."""
-    return bool(
-        sampling.penalises or sampling.logit_bias or sampling.bad_words or (sampling.end_ids and index < sampling.min_tokens)
-    )
+    ends_barred = bool(sampling.end_ids) and index < sampling.min_tokens
+    return sampling.penalises or ends_barred or bool(sampling.logit_bias or sampling.bad_words)
 
 
 def adjust(logits: Logits, samplings: Sequence[Sampling], indexes: Sequence[int], histories: Sequence[History]) -> None:

@@ -178,7 +178,7 @@ def _nucleus(scores: Floats, limit: int, top_p: float) -> Ids:
             count = min(count * _GROWTH, limit)
 
 
-def _largest(values: npt.NDArray[np.floating], count: int) -> Ids:
+def _largest(values: npt.NDArray[np.float32] | Floats, count: int) -> Ids:
     """Where the `count` largest are, largest first, of equals the lower index first."""
     if count < len(values):
         threshold = np.partition(values, len(values) - count)[len(values) - count]

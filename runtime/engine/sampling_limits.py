@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from trtpd.runtime.engine.base import Sampling
 
@@ -36,7 +36,8 @@ def validate_sampling(sampling: Sampling, *, vocab_size: int | None = None) -> l
         faults.append(f"top_p is {sampling.top_p}; it must lie above 0 and up to 1 (1 keeps all)")
     if not 0.0 < sampling.repetition_penalty <= 100.0:
         faults.append(
-            f"repetition_penalty is {sampling.repetition_penalty}; it must lie above 0 and up to 100 (1 asks for nothing)"
+            f"repetition_penalty is {sampling.repetition_penalty}; "
+            "it must lie above 0 and up to 100 (1 asks for nothing)"
         )
     for name in ("min_tokens", "prompt_ignore_length"):
         if getattr(sampling, name) < 0:
@@ -45,6 +46,16 @@ def validate_sampling(sampling: Sampling, *, vocab_size: int | None = None) -> l
     if vocab_size is not None and not faults:
         faults += _token_faults(sampling, vocab_size)
     return faults
+
+
+def unsupported_faults(sampling: Sampling, unsupported: Sequence[str]) -> list[str]:
+    """What it asks for that an engine with these `Capabilities.unsupported` can't do, one phrase each."""
+    nothing = Sampling()
+    return [
+        f"{name} is {getattr(sampling, name)}, which this engine can't do; leave it out"
+        for name in unsupported
+        if getattr(sampling, name) != getattr(nothing, name)
+    ]
 
 
 def _size_faults(sampling: Sampling) -> Iterator[str]:

@@ -243,7 +243,6 @@ class ScheduledEngine:
                 token=draw.token,
                 log_prob=draw.log_prob,
                 top_log_probs=draw.top,
-                cached_tokens=sequence.cached_tokens or 0,
                 finish=sequence.append(draw.token, max_seq_tokens=self._limits.max_seq_tokens),
             )
         )

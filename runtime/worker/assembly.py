@@ -251,6 +251,7 @@ def hello_of(
         prefill_tokens_per_s=prefill_tokens_per_s,
         transports=transports,
         capabilities=engine.capabilities,
+        prefix_cache=config.profile.prefix_cache,
     )
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from trtpd.runtime.serve.emitter import End, Failure, Piece
-from trtpd.runtime.serve.sinks import TritonSink
+from trtpd.runtime.serve.sinks import TritonSink, Wanted
 
 FINAL = 1
 ALL = ("text_output", "output_ids", "output_log_probs", "cum_log_probs", "finish_reason", "timeline")
@@ -42,7 +42,7 @@ PIECE = Piece(text="hé", ids=[1, 2], log_probs=[-0.5, -1.0])
 
 def test_shapes_are_those_of_the_tensorrt_llm_backends_ensemble():
     request = Request()
-    TritonSink(PB, request, log_probs=True).send(PIECE, End(finish_reason="stop", cum_log_prob=-1.5))
+    TritonSink(PB, request, Wanted(log_probs=True)).send(PIECE, End(finish_reason="stop", cum_log_prob=-1.5))
     (response, flags) = request.sent[0]
     shapes = {name: value.shape for name, value in response.tensors.items()}
     assert flags == FINAL
