@@ -335,10 +335,10 @@ class Driver:
 
     def _finish(self, command: core.Finish) -> None:
         live = self._live.pop(command.request_id)
-        self._close((other for other, _ in live.others), End(cancelled=True))
         piece, end, timeline = live.answer.end(command)
         self._emitter.push(command.request_id, piece)
         self._emitter.close(command.request_id, end)
+        self._close((other for other, _ in live.others), End(cancelled=True))
         if timeline is not None:
             prepared = live.prepared
             self._metrics.ended(

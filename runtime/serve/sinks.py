@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from trtpd.runtime.core.events import TopLogProbs
 from trtpd.runtime.serve.emitter import End, Failure, Piece
 
 
@@ -195,6 +196,7 @@ class Outcome:
     ids: list[int]
     text: str
     end: End
+    top_log_probs: list[TopLogProbs]
 
 
 class CollectSink:
@@ -219,4 +221,4 @@ class CollectSink:
         if not self._done.wait(timeout_s):
             return None
         assert self._end is not None
-        return Outcome(self._piece.ids, self._piece.text, self._end)
+        return Outcome(self._piece.ids, self._piece.text, self._end, self._piece.top_log_probs)

@@ -41,7 +41,7 @@ def asked(server: Server, **inputs: Any) -> Answer:
 
 
 def test_a_prompt_that_was_here_is_not_computed_again(pair: Server, mixed: Server) -> None:
-    prompt = STORY * 5 + "I know the island"
+    prompt = "I know the island. " + STORY * 5
     for server in (pair, mixed):
         first = asked(server, text_input=prompt, max_tokens=8)
         again = asked(server, text_input=prompt, max_tokens=8)
@@ -53,7 +53,7 @@ def test_a_prompt_that_was_here_is_not_computed_again(pair: Server, mixed: Serve
 
 
 def test_what_decode_has_of_a_prompt_does_not_move_again(pair: Server) -> None:
-    prompt = STORY * 4 + "Nobody will read this"
+    prompt = "Nobody will read this. " + STORY * 4
     answers = [asked(pair, text_input=prompt, max_tokens=4) for _ in range(4)]
     assert len({tuple(answer.ids) for answer in answers}) == 1
     tokens = answers[0].timeline["prompt_tokens"]
