@@ -78,7 +78,7 @@ def openvino_ranks_stock(tmp_path_factory) -> Iterator[Stock]:
     stock.close()
 
 
-class TestOpenVINO(EngineConformance, ServingConformance):
+class TestOpenVINO(EngineConformance):
     @pytest.fixture
     def make_engine(self, openvino_stock: Stock) -> Iterator[MakeEngine]:
         yield openvino_stock.make
@@ -92,7 +92,22 @@ class TestEmulated(EngineConformance, ServingConformance):
         emulated_stock.take_back()
 
 
-class TestOpenVINOOfTwoRanks(EngineConformance, ServingConformance):
+class TestOpenVINOOfTwoRanks(EngineConformance):
+    @pytest.fixture
+    def make_engine(self, openvino_ranks_stock: Stock) -> Iterator[MakeEngine]:
+        yield openvino_ranks_stock.make
+        openvino_ranks_stock.take_back()
+
+
+class TestServingOfOpenVINO(ServingConformance):
+    @pytest.fixture
+    def make_engine(self, openvino_stock: Stock) -> Iterator[MakeEngine]:
+        yield openvino_stock.make
+        openvino_stock.take_back()
+
+
+@pytest.mark.slow
+class TestServingOfTwoRanks(ServingConformance):
     @pytest.fixture
     def make_engine(self, openvino_ranks_stock: Stock) -> Iterator[MakeEngine]:
         yield openvino_ranks_stock.make
