@@ -87,6 +87,11 @@ class EngineKV:
         return self._policy.prefix_cache
 
     @property
+    def may_run_out(self) -> bool:
+        """Whether sequences may come to need blocks that weren't promised to them."""
+        return self._policy.growth_kept < 1.0
+
+    @property
     def available_blocks(self) -> int:
         return self._allocator.available_blocks
 

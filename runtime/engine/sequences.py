@@ -224,6 +224,8 @@ class SequenceTable:
     def growing_blocks(self) -> int:
         """Blocks that what runs may ask for next though they weren't promised: left to it, so that a newcomer isn't
         let in only to be preempted."""
+        if not self._kv.may_run_out:
+            return 0
         stages = (Stage.PREFILLING, Stage.JOINING, Stage.DECODING)
         running = [sequence for stage in stages for sequence in self._stages[stage].values()]
         return sum(self._kv.outgrows_promise(sequence.key, sequence.peak_tokens) for sequence in running)

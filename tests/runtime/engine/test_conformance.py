@@ -8,7 +8,12 @@ import pytest
 from msgspec.structs import replace
 from tests.runtime.engine import tiny
 from tests.runtime.engine.conformance import EngineConformance, MakeEngine
-from tests.runtime.engine.serving_conformance import ServingConformance
+from tests.runtime.engine.serving_conformance import (
+    PreemptionConformance,
+    PrefixCacheConformance,
+    SamplingConformance,
+    ServingConformance,
+)
 
 from trtpd.build.manifest import RoleProfile
 from trtpd.errors import EngineError
@@ -99,7 +104,15 @@ class TestOpenVINOOfTwoRanks(EngineConformance):
         openvino_ranks_stock.take_back()
 
 
-class TestServingOfOpenVINO(ServingConformance):
+class TestServingOfOpenVINO(SamplingConformance, PrefixCacheConformance):
+    @pytest.fixture
+    def make_engine(self, openvino_stock: Stock) -> Iterator[MakeEngine]:
+        yield openvino_stock.make
+        openvino_stock.take_back()
+
+
+@pytest.mark.slow
+class TestPreemptionOfOpenVINO(PreemptionConformance):
     @pytest.fixture
     def make_engine(self, openvino_stock: Stock) -> Iterator[MakeEngine]:
         yield openvino_stock.make
