@@ -143,3 +143,4 @@ def test_a_seeded_run_is_the_same_alone_in_a_batch_colocated_disaggregated_and_a
         assert [token for token, _ in run.top_log_probs] == [token for token, _ in alone.top_log_probs], name
     assert len(runs["failover"].timeline["attempts"]) == 2
     pair.until(lambda s: all(i["state"] == "ready" for i in s["instances"].values()))
+    nothing_is_held(pair)
