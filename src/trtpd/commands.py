@@ -89,8 +89,11 @@ def build(args: argparse.Namespace) -> int:
         "roles": {plan.role: plan.action for plan in made.plans},
         "steps": list(made.steps),
         "tuning": {role: msgspec.to_builtins(record) for role, record in made.manifest.tuning.items()},
+        "warnings": [asdict(finding) for finding in made.warnings],
     }
     reasons = "".join(f"{role}: {why}\n" for role, record in made.manifest.tuning.items() for why in record.why)
+    for finding in made.warnings:
+        console.say(str(finding))
     head = f"{made.out} (not written: --dry-run)" if made.dry_run else str(made.out)
     console.result(document, as_json=args.json, text=f"{made.summary()}\n{reasons}{head}")
     return 0
