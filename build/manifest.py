@@ -115,9 +115,9 @@ class RoleProfile(msgspec.Struct, frozen=True, kw_only=True):
     `max_step_tokens`: tokens one step may compute · `chunk_tokens`: of one prompt in one step · `max_batch`:
     sequences running at once · `kv_blocks`: size of the KV pool · `threads` and `cores` (CPU numbers, empty:
     any) · `widen_weights`: narrow weights become f32 at load, the same values: faster to compute with, but more to read
-    and to hold · `growth_kept`: the share of what a running sequence may still grow by that is kept free for it (1: it is
-    never preempted) · `prefix_cache`: whether prompts that begin alike share KV blocks, and of `prefix_cache_blocks`
-    that no sequence has the content is kept for that at most (None: of all).
+    and to hold · `growth_kept`: the share of what a running sequence may still grow by that is kept free for it (1: it
+    is never preempted) · `prefix_cache`: whether prompts that begin alike share KV blocks, and of
+    `prefix_cache_blocks` that no sequence has the content is kept for that at most (None: of all).
     """
 
     max_step_tokens: int
