@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from trtpd.errors import InternalError
-from trtpd.runtime.core.cluster import blocks_for
 from trtpd.runtime.core.events import (
     Cancel,
     Capabilities,
@@ -33,6 +32,7 @@ from trtpd.runtime.core.events import (
     TransferFailed,
     Withdraw,
 )
+from trtpd.runtime.core.instance import blocks_for
 from trtpd.runtime.engine.batching import PlanState, Prefilling, StepLimits, StepPlan, Waiting, plan_step
 
 Key = tuple[int, int]

@@ -34,8 +34,13 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What an instance reports with every step. `queued_tokens` are prompt tokens accepted and not yet
-    computed."""
+    """What an instance reports with every step. `queued_tokens` are prompt tokens accepted and not yet computed.
+
+    `preemptions` counts, since the instance's start, sequences that lost their blocks to others and were computed
+    anew. `cached_blocks` of its KV hold beginnings of prompts that others may share (those that no sequence has count
+    as free); `evicted` are the hashes, as in `Arrived.block_hashes`, of those that are gone since the last report.
+    `draining`: it takes nothing new and will go when it is empty.
+    """
 
     kv_blocks_free: int
     kv_blocks_held: int = 0
@@ -44,6 +49,10 @@ class Load:
     queued_tokens: int = 0
     step_s: float = 0.0
     step_tokens: int = 0
+    preemptions: int = 0
+    cached_blocks: int = 0
+    evicted: tuple[int, ...] = ()
+    draining: bool = False
 
 
 # Events from one instance, carried by Step ------------------------------------------------------------------
@@ -166,7 +175,9 @@ class Arrived:
     """A new request. `deadline_s` is an instant; targets are durations from arrival (TTFT) and per token
     (TPOT).
 
-    `model` may be left out while one model is served. `request_id` is unique in the router's life.
+    `model` may be left out while one model is served. `request_id` is unique in the router's life. `priority` above 0
+    goes before others, below 0 after them and is shed first. `block_hashes`: of the prompt's whole KV blocks, each
+    covering all before it.
     """
 
     request_id: int
@@ -249,9 +260,11 @@ class ClientGone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drain:
-    """No new work for this instance; what runs there finishes."""
+    """No new work for this instance. What runs there finishes; with `move`, what can run elsewhere goes there,
+    paced."""
 
     instance: str
+    move: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -329,7 +342,8 @@ class Emit:
 class Finish:
     """The request's end. `reason` is "stop", "length", "cancelled", or an error's code with `message` for it.
 
-    `timeline` is the request's whole record, the driver's from here on.
+    `state` may be "refused": it waited, was never begun, and gives way (`reason` as in Refuse). `timeline` is the
+    request's whole record, the driver's from here on.
     """
 
     request_id: int
@@ -337,6 +351,7 @@ class Finish:
     reason: str
     message: str = ""
     timeline: Timeline | None = None
+    retry_after_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
@@ -25,11 +24,14 @@ from trtpd_testing.router_rig import (
 from trtpd.errors import InputError
 from trtpd.perf.simulated_worker import WorkerSpec
 from trtpd.runtime.core import place
-from trtpd.runtime.core.cluster import Cluster, Hold
+from trtpd.runtime.core.cluster import Cluster
 from trtpd.runtime.core.events import Arrived, Load, Pull, Submit
+from trtpd.runtime.core.instance import Hold
+from trtpd.runtime.core.links import Links
+from trtpd.runtime.core.place import Rules
 from trtpd.runtime.core.policy import Policy
 from trtpd.runtime.core.requests import Request
-from trtpd.runtime.core.score import Weights
+from trtpd.runtime.core.score import Weights, Work
 
 
 def test_load_counts_when_it_is_sent_and_not_when_it_is_reported() -> None:
@@ -122,7 +124,9 @@ def test_an_offer_that_waits_takes_room_before_any_new_request() -> None:
     assert (pull.request_id, pull.instance) == (1, other)
 
 
-@pytest.mark.parametrize("name", ["ttft_s", "kv_s", "batch_s", "fallback_s"])
+@pytest.mark.parametrize(
+    "name", ["ttft_s", "tpot_s", "kv_s", "batch_s", "transfer_s", "disturb_s", "fallback_s", "prefix_s"]
+)
 def test_a_negative_weight_is_refused(name: str) -> None:
     with pytest.raises(InputError, match=name):
         Weights(**{name: -0.1})
@@ -157,9 +161,12 @@ def test_every_choice_is_feasible(specs: list[WorkerSpec], data: st.DataObject, 
         blocks = data.draw(st.integers(0, spec.kv_blocks))
         cluster.reserve(instance, Hold(instance=spec.name, request_id=number, attempt=1, side="local", blocks=blocks))
         cluster.report(instance, Load(kv_blocks_free=data.draw(st.integers(0, spec.kv_blocks))))
-        instance.draining = data.draw(st.booleans())
+        if data.draw(st.booleans()):
+            cluster.drain(instance)
     request = Request(Arrived(request_id=99, prompt_tokens=prompt, max_tokens=out, deadline_s=9.0), "m", 0.0)
-    choice = place.choose(request, cluster, weights=Weights(), placed_per_batch=2.0, now_s=0.0, rng=random.Random(0))
+    work = Work(prompt_tokens=prompt, total_tokens=prompt + out, left_tokens=out / 2, tpot_s=None, hits={})
+    rules = Rules(weights=Weights(), links=Links(0.003))
+    choice = place.choose(request, cluster, work=work, rules=rules)
     if not isinstance(choice, place.Choice):
         return
     source, sink = choice.prefill, choice.decode
