@@ -104,6 +104,7 @@ class Forecast:
 
 def forecast(arrived: Arrived, model: str, books: Books) -> Forecast:
     """For a request that would be admitted now."""
+    books.settle()
     cluster = books.cluster
     tables = cluster.prefillers(model)
     queued, rate, own_s = 0.0, 0.0, float("inf")
@@ -220,6 +221,7 @@ def give_way(books: Books, request: Request, why: str, reason: str) -> None:
 
 def backlog_s(books: Books, model: str) -> float:
     """Seconds of prefill that stand before a new request of the lowest claim."""
+    books.settle()
     queued, rate = float(books.backlog.tokens_of(model)), 0.0
     for table in books.cluster.prefillers(model):
         waiting, table_rate = table.queue()

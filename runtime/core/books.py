@@ -82,6 +82,13 @@ class Books:
         out, self._out = self._out, []
         return out
 
+    def settle(self) -> None:
+        """Before anything is placed or forecast: what placement sees is brought up to date."""
+        self.cluster.settle()
+        if self.cluster.opened:
+            self.cluster.opened = False
+            self.room_changed = True
+
     def wake_for_room(self, at_s: float) -> None:
         """At that instant something opens up that was closed."""
         self.timers.at(at_s, self._room)
@@ -176,7 +183,7 @@ class Books:
         new = ids[start:stop]
         if new:
             request.journal.extend(new)
-            self.say(Emit(request_id=request.id, first_index=known, ids=new, log_probs=tuple(log_probs[start:stop])))
+            self._out.append(Emit(request_id=request.id, first_index=known, ids=new, log_probs=log_probs[start:stop]))
             request.timeline.mark_tokens(len(new), self.now_s)
             self.tally.counts["output_tokens"] += len(new)
         return max(0, len(ids) - stop)
@@ -197,8 +204,8 @@ class Books:
     def end_prefill(self, request: Request) -> None:
         """The attempt's prompt is computed, or given up: its place among the paced ones is free."""
         attempt = request.running()
-        if attempt.prefill is not None and self.cluster.progress(attempt.prefill, 0):
-            self.room_changed = True
+        if attempt.prefill is not None:
+            self.cluster.progress(attempt.prefill, 0)
         if attempt.paced:
             attempt.paced = False
             self.reprefills -= 1

@@ -16,8 +16,10 @@ from trtpd.runtime.core.ranks import REPORTS_PER_REFRESH, Limits, Table
 JITTER_S = 1e-9
 
 FACTOR_LEAST, FACTOR_MOST = 0.5, 16.0
-FACTOR_RATE = 0.05
-"""Share of the way an instance's factor goes to what one step says."""
+FACTOR_RATE = 0.15
+"""Share of the way an instance's factor goes to what one step says, of those looked at: one in"""
+
+STEPS_PER_LOOK = 4
 
 
 class Group:
@@ -54,6 +56,8 @@ class Cluster:
         self.prefixes = Prefixes()
         self._limits = limits or Limits()
         self._hosts: dict[str, int] = {}
+        self._stale: list[Instance] = []
+        self.opened = False
         self._last_usable_s: dict[str, float] = {}
         self._largest: dict[str, Instance] = {}
 
@@ -139,6 +143,8 @@ class Cluster:
 
     def observe(self, instance: Instance, work: StepWork, step_s: float) -> None:
         """A step of it took so long: what is predicted of it follows, slowly and within bounds."""
+        if instance.reports % STEPS_PER_LOOK:
+            return
         hello, role = instance.hello, instance.hello.role
         seen = self.costs.observe(hello, role, work, instance.context_tokens, step_s, factor=instance.factor)
         if seen != instance.factor:
@@ -163,8 +169,21 @@ class Cluster:
         self.refresh(instance)
 
     def refresh(self, instance: Instance) -> None:
-        """Brings what placement sees of it up to date."""
-        instance.table.refresh(instance, self.now_s)
+        """What placement sees of it is to be brought up to date before it is looked at again."""
+        if not instance.stale:
+            instance.stale = True
+            self._stale.append(instance)
+
+    def settle(self) -> None:
+        """Brings what placement sees up to date; `opened` if an instance can be given prompts again that could not
+        before."""
+        if not self._stale:
+            return
+        stale, self._stale = self._stale, []
+        for instance in stale:
+            instance.stale = False
+            if self.instances.get(instance.name) is instance:
+                self.opened |= instance.table.refresh(instance, self.now_s)
 
     def note_usable(self, model: str) -> None:
         """Remembers that `model` could be served until now, if it could. To be called before that may end."""
@@ -178,6 +197,7 @@ class Cluster:
 
     def servable(self, model: str) -> bool:
         """Whether anything serves `model` now."""
+        self.settle()
         return any(table.open for table in self.tables(model))
 
     def last_usable_s(self, model: str) -> float | None:
@@ -276,19 +296,14 @@ class Cluster:
             instance.flows += 1 if moves else -1
             instance.table.flows[instance.row] = instance.flows
 
-    def progress(self, hold: Hold, pending_tokens: int) -> bool:
-        """So many prompt tokens of this hold are still to compute. True if its instance can be given prompts
-        again that was not before."""
-        if pending_tokens == hold.pending_tokens:
-            return False
-        instance = self.instances[hold.instance]
-        table, row = instance.table, instance.row
-        was_full = table.prefill_fits[row] < 0.0
-        instance.pending_tokens += pending_tokens - hold.pending_tokens
-        instance.prefilling += (pending_tokens > 0) - (hold.pending_tokens > 0)
-        hold.pending_tokens = pending_tokens
-        self.refresh(instance)
-        return bool(was_full and table.prefill_fits[row] >= 0.0)
+    def progress(self, hold: Hold, pending_tokens: int) -> None:
+        """So many prompt tokens of this hold are still to compute."""
+        if pending_tokens != hold.pending_tokens:
+            instance = self.instances[hold.instance]
+            instance.pending_tokens += pending_tokens - hold.pending_tokens
+            instance.prefilling += (pending_tokens > 0) - (hold.pending_tokens > 0)
+            hold.pending_tokens = pending_tokens
+            self.refresh(instance)
 
     def wrote(self, hold: Hold, tokens: int, left_tokens: float) -> None:
         """A sequence grew by so many tokens and is expected to grow by `left_tokens` more."""

@@ -145,6 +145,9 @@ class Costs:
         scale = 1.0
         if model is None:
             model, scale = UNMEASURED, self._scale(hello, role)[0]
+        if isinstance(model, LinearStepTime):
+            each_s = (model.decode_sequence_s + model.decode_kv_token_s * mean_tokens) * scale
+            return model.fixed_s * scale + each_s, each_s
         one_s, most = self._decode_s(model, 1, mean_tokens), max(2, hello.max_batch)
         all_s = self._decode_s(model, most, mean_tokens)
         return one_s * scale, (all_s - one_s) / (most - 1) * scale

@@ -36,8 +36,7 @@ class Delivery:
         request.timeline.mark(Instant.PREFILL_BEGIN, self._books.now_s)
         self._books.step_work.chunk(attempt.ready_tokens, event.ready_tokens - attempt.ready_tokens)
         attempt.ready_tokens, attempt.ready_at_s = event.ready_tokens, self._books.now_s
-        if self._books.cluster.progress(hold, max(0, attempt.prompt_tokens - event.ready_tokens)):
-            self._books.room_changed = True
+        self._books.cluster.progress(hold, max(0, attempt.prompt_tokens - event.ready_tokens))
         if hold.side == "prefill":
             attempt.chunks.append(event.chunk)
             self.advance(request)

@@ -17,12 +17,14 @@ from trtpd.runtime.core.view import rules_of, work_of
 class Dispatch:
     """Runs after each event, and does nothing unless room has changed since the last time."""
 
-    def __init__(self, books: Books, recovery: Recovery) -> None:
+    def __init__(self, books: Books, recovery: Recovery, choose: place.Chooser) -> None:
         self._books = books
         self._recovery = recovery
+        self._choose = choose
 
     def run(self) -> None:
         books = self._books
+        books.settle()
         while books.room_changed:
             books.room_changed = False
             if books.undelivered:
@@ -74,7 +76,7 @@ class Dispatch:
         """Submits it if there is a place; else notes that it waits for room, if that is why."""
         books = self._books
         work, rules = work_of(books, request), rules_of(books, request)
-        found = place.choose(request, books.cluster, work=work, rules=rules)
+        found = self._choose(request, books.cluster, work=work, rules=rules)
         if isinstance(found, place.Choice):
             self._submit(request, found, place.why(found, work))
             return True

@@ -92,6 +92,7 @@ class Instance:
         "reports",
         "row",
         "sequences",
+        "stale",
         "table",
         "unseen_blocks",
     )
@@ -118,6 +119,7 @@ class Instance:
         self.flows = 0
         self.factor = 1.0
         self.reports = 0
+        self.stale = False
         self.losses_s: deque[float] = deque()
         self.quarantined_until_s = 0.0
         self.quarantines = 0

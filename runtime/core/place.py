@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Protocol
 
 import numpy as np
 
@@ -234,6 +235,7 @@ def serving(table: Table) -> Iterable[Instance]:
 
 def choose(request: Request, cluster: Cluster, *, work: Work, rules: Rules) -> Choice | Wait:
     """The best place for a new attempt."""
+    cluster.settle()
     view = _View(request, cluster, rules, work)
     found: list[Candidate] = []
     for group in cluster.groups.get(request.model, {}).values():
@@ -242,6 +244,12 @@ def choose(request: Request, cluster: Cluster, *, work: Work, rules: Rules) -> C
         return view.wait()
     score_s, prefill, decode, reason, text = found[0] if len(found) == 1 else min(found, key=lambda one: one[0])
     return Choice(prefill=prefill, decode=decode, score_s=score_s, reason=reason, text=text)
+
+
+class Chooser(Protocol):
+    """What decides where a request goes: `choose`, or another to compare it with."""
+
+    def __call__(self, request: Request, cluster: Cluster, *, work: Work, rules: Rules) -> Choice | Wait: ...
 
 
 def why(choice: Choice, work: Work) -> str:
@@ -263,6 +271,7 @@ def why(choice: Choice, work: Work) -> str:
 def has_sink(request: Request, source: Instance, cluster: Cluster) -> bool:
     """Whether a decode instance serves now that could ever take what `source` offers, whether or not it has
     room."""
+    cluster.settle()
     return cluster.groups[request.model][source.group_key].decode.can_hold(request.total_tokens)
 
 
@@ -273,6 +282,7 @@ def choose_sink(
 
     `not_again` is taken only if there is no other.
     """
+    cluster.settle()
     attempt = request.running()
     table = cluster.groups[request.model][source.group_key].decode
     if not table.open:

@@ -102,11 +102,11 @@ class Table:
         self._longest = None
         self._view()
 
-    def refresh(self, instance: Instance, now_s: float) -> None:
-        """Brings its row up to date."""
+    def refresh(self, instance: Instance, now_s: float) -> bool:
+        """Brings its row up to date. True if it can be given prompts that it could not be given before."""
         row, hello, limits = instance.row, instance.hello, self._limits
         is_open = instance.usable(now_s)
-        if is_open != (self.capacity[row] >= 0.0):
+        if is_open != (self.capacity.item(row) >= 0.0):
             self.open += 1 if is_open else -1
             self._longest = None
         token_s = self._costs.token_s(hello, self.role) * instance.factor
@@ -125,10 +125,12 @@ class Table:
         step_s = one_s + each_s * met
         kv, kv_token = (instance.context_tokens + instance.left_tokens) / kv_tokens, 1.0 / kv_tokens
         crowd = limits.batch_s * (placed + 1) / hello.max_batch
+        was_full = self.prefill_fits.item(row) < 0.0
+        prefill_fits = fits if wait_s <= limits.ahead_s or instance.prefilling < ahead else -1.0
         self._data[:, row] = (
             instance.capacity_tokens if is_open else -1.0,
             fits,
-            fits if wait_s <= limits.ahead_s or instance.prefilling < ahead else -1.0,
+            prefill_fits,
             fits if placed < limits.placed_per_batch * hello.max_batch else -1.0,
             1.0 / token_s if is_open else 0.0,
             sequences,
@@ -145,6 +147,7 @@ class Table:
             instance.flows,
             instance.host,
         )
+        return was_full and prefill_fits >= 0.0
 
     def stale(self, instance: Instance, now_s: float) -> bool:
         """Whether what decides feasibility in its row is not what the instance says: for checks."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trtpd.errors import InternalError
-from trtpd.runtime.core import admit, integrity, status
+from trtpd.runtime.core import admit, integrity, place, status
 from trtpd.runtime.core.books import Books
 from trtpd.runtime.core.cost import Costs, StepTimeModel, StepWork
 from trtpd.runtime.core.delivery import Delivery
@@ -43,7 +43,7 @@ from trtpd.runtime.core.events import (
     TransferFailed,
     WakeAt,
 )
-from trtpd.runtime.core.instance import Hold, Instance
+from trtpd.runtime.core.instance import Hold, Instance, Side
 from trtpd.runtime.core.lifecycle import Instant, State, Timeline
 from trtpd.runtime.core.policy import Policy
 from trtpd.runtime.core.recovery import Recovery
@@ -63,6 +63,7 @@ class RouterCore:
     ours or of the driver (a request id used twice).
 
     `step_times` are measured costs of each role's engine, from a profile; without them the router learns as it goes.
+    `choose` may be another way to place, to compare with.
     """
 
     def __init__(
@@ -71,11 +72,12 @@ class RouterCore:
         *,
         seed: int = 0,
         step_times: Mapping[Role, StepTimeModel] | None = None,
+        choose: place.Chooser = place.choose,
     ) -> None:
         self._books = Books(policy or Policy(), seed, Costs(step_times))
         self._delivery = Delivery(self._books, on_stall=self._stalled)
         self._recovery = Recovery(self._books, self._delivery)
-        self._dispatch = Dispatch(self._books, self._recovery)
+        self._dispatch = Dispatch(self._books, self._recovery, choose)
         self._watch = Watch(self._books, self._recovery)
         self._events: dict[type, Callable[[Any], None]] = {
             Arrived: self._arrived,
@@ -89,21 +91,27 @@ class RouterCore:
             Tick: lambda _event: None,
         }
         # The key ties each handler to the event's type, which the checker can't see: hence Any.
-        self._answers: dict[tuple[str, type], Callable[[Request, Hold, Any], None]] = {
-            ("prefill", Offered): self._delivery.offered,
-            ("prefill", ChunkReady): self._delivery.chunk_ready,
-            ("prefill", Sealed): self._sealed,
-            ("decode", TransferBegun): self._delivery.begun,
-            ("decode", TransferDone): self._delivery.done,
-            ("decode", TransferFailed): self._recovery.transfer_failed,
-            ("decode", Tokens): self._tokens,
-            ("local", Offered): self._delivery.offered,
-            ("local", ChunkReady): self._delivery.chunk_ready,
-            ("local", Tokens): self._tokens,
+        self._answers: dict[Side, dict[type, Callable[[Request, Hold, Any], None]]] = {
+            "prefill": {
+                Offered: self._delivery.offered,
+                ChunkReady: self._delivery.chunk_ready,
+                Sealed: self._sealed,
+            },
+            "decode": {
+                TransferBegun: self._delivery.begun,
+                TransferDone: self._delivery.done,
+                TransferFailed: self._recovery.transfer_failed,
+                Tokens: self._tokens,
+            },
+            "local": {
+                Offered: self._delivery.offered,
+                ChunkReady: self._delivery.chunk_ready,
+                Tokens: self._tokens,
+            },
         }
-        for side in ("prefill", "decode", "local"):
-            self._answers[side, Rejected] = self._recovery.rejected
-            self._answers[side, Drained] = self._recovery.drained
+        for handlers in self._answers.values():
+            handlers[Rejected] = self._recovery.rejected
+            handlers[Drained] = self._recovery.drained
 
     def handle(self, now_s: float, event: Event) -> list[Command]:
         """Takes one event at `now_s` and says what is to be done, in this order. A clock that runs backwards
@@ -113,6 +121,7 @@ class RouterCore:
         books.timers.fire(books.now_s)
         self._events[type(event)](event)
         self._dispatch.run()
+        books.settle()
         wake_s = books.timers.wake_s(books.now_s, ticked=isinstance(event, Tick))
         if wake_s is not None:
             books.say(WakeAt(at_s=wake_s))
@@ -197,7 +206,7 @@ class RouterCore:
             if _is_last(answer):
                 books.release(hold)
         else:
-            handler = self._answers.get((hold.side, type(answer)))
+            handler = self._answers[hold.side].get(type(answer))
             if handler is None:
                 text = f"{instance.name} ({hold.side}) answered {type(answer).__name__}, which it can't; ignored"
                 books.tally.fault(books.now_s, "protocol", text)
@@ -259,7 +268,8 @@ class RouterCore:
         if event.first_index > len(request.journal):
             self._recovery.gap(request, hold.instance, event.first_index)
             return
-        request.timeline.mark(Instant.DECODE_BEGIN, books.now_s)
+        if Instant.DECODE_BEGIN not in attempt.record.instants:
+            request.timeline.mark(Instant.DECODE_BEGIN, books.now_s)
         surplus = books.accept(request, event.first_index, event.ids, event.log_probs)
         if event.finish is None:
             books.wrote(request, hold, len(event.ids))

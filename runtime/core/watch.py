@@ -49,9 +49,11 @@ class Watch:
     def _look(self) -> None:
         books = self._books
         self._armed = False
+        books.settle()
         self._ladder()
         self._held_kv()
         self._unserved()
+        books.settle()
         self._moves.look()
         for model, rebalancer in self.rebalancers.items():
             self._rebalance(model, rebalancer)

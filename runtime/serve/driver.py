@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from trtpd.errors import InternalError, NoInstanceError, ServeError, TrtpdError
+from trtpd.errors import NoInstanceError, ServeError, TrtpdError
 from trtpd.runtime.core import events as core
 from trtpd.runtime.engine.base import EngineRequest, RequestKind, Sampling
 from trtpd.runtime.serve.answer import Answer, failure_of
@@ -72,6 +72,8 @@ class Prepared:
     echo: bool = False
     ttft_s: float | None = None
     tpot_s: float | None = None
+    priority: int = 0
+    tenant: str = ""
 
 
 @dataclass(slots=True)
@@ -226,6 +228,8 @@ class Driver:
                 deadline_s=live.deadline_s,
                 ttft_s=prepared.ttft_s,
                 tpot_s=prepared.tpot_s,
+                priority=prepared.priority,
+                tenant=prepared.tenant,
             )
         )
 
@@ -251,7 +255,11 @@ class Driver:
             case core.Quarantine():
                 log.warning("%s gets no work for now: %s", command.instance, command.reason)
             case core.SwitchRole():
-                raise InternalError(f"the core asked {command.instance} to become {command.role}; not supported")
+                log.warning(
+                    "%s should become a %s instance; this deployment switches no roles: load one more and drain it",
+                    command.instance,
+                    command.role,
+                )
 
     def _emit(self, command: core.Emit) -> None:
         live = self._live[command.request_id]

@@ -20,6 +20,7 @@ from trtpd.build.manifest import Manifest, read_engine_config, read_manifest
 from trtpd.errors import NoInstanceError, ServeError, TrtpdError
 from trtpd.runtime.core.policy import Policy
 from trtpd.runtime.core.router import RouterCore
+from trtpd.runtime.core.score import Weights
 from trtpd.runtime.engine.base import Sampling
 from trtpd.runtime.serve import rundir
 from trtpd.runtime.serve.answer import failure_of
@@ -144,8 +145,15 @@ class PipelineModel:
 
 
 class _Scheduler(msgspec.Struct, frozen=True):
+    """What follows `max_queue` is absent in builds made before it was known."""
+
     deadline_s: float
     max_queue: int
+    refuse_late: bool = True
+    local_prompt_tokens: int = 0
+    held_kv: float = 0.5
+    tenants: dict[str, float] = {}
+    weights: dict[str, float] = {}
 
 
 class _Slo(msgspec.Struct, frozen=True):
@@ -162,7 +170,15 @@ class _Settings(msgspec.Struct, frozen=True):
 
 def policy_of(manifest: Manifest) -> Policy:
     """The router's constants as the pipeline file sets them."""
-    return Policy(queue_limit=msgspec.convert(manifest.settings, type=_Settings).scheduler.max_queue)
+    scheduler = msgspec.convert(manifest.settings, type=_Settings).scheduler
+    return Policy(
+        queue_limit=scheduler.max_queue,
+        refuse_late=scheduler.refuse_late,
+        local_tokens=scheduler.local_prompt_tokens,
+        held_watermark=scheduler.held_kv,
+        tenant_weights=scheduler.tenants,
+        weights=Weights(**scheduler.weights),
+    )
 
 
 def limits_of(build: Path, manifest: Manifest, text: TextLayer) -> ModelLimits:
@@ -191,6 +207,8 @@ def prepare(asked: Asked, text: TextLayer, limits: ModelLimits) -> Prepared:
         echo=asked.echo,
         ttft_s=asked.ttft_s,
         tpot_s=asked.tpot_s,
+        priority=asked.priority,
+        tenant=asked.tenant,
     )
 
 

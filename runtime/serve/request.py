@@ -23,6 +23,8 @@ Tensor = npt.NDArray[Any]
 MAX_DEADLINE_S = 24 * 3600.0
 MAX_STOP_WORDS = 64
 MAX_STOP_CHARS = 1024
+MAX_PRIORITY = 8
+MAX_TENANT_CHARS = 64
 
 HONOURED = (
     "text_input",
@@ -45,13 +47,14 @@ HONOURED = (
     "ttft_ms",
     "tpot_ms",
     "deadline_ms",
+    "priority",
+    "tenant",
 )
 """`pad_id` needs no more: nothing is padded."""
 
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "beam_width": (1,),
     "num_return_sequences": (1,),
-    "priority": (0,),
     "length_penalty": (0.0, 1.0),
     "repetition_penalty": (1.0,),
     "presence_penalty": (0.0,),
@@ -92,7 +95,11 @@ class ModelLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """One generation request, values in range, not tokenised yet. `max_tokens` is at least 1."""
+    """One generation request, values in range, not tokenised yet. `max_tokens` is at least 1.
+
+    `priority` above 0 goes before other requests, below 0 after them and is shed first; `tenant` is who shares with
+    whom.
+    """
 
     prompt: str | tuple[Message, ...]
     max_tokens: int
@@ -106,6 +113,8 @@ class Asked:
     deadline_s: float
     ttft_s: float | None
     tpot_s: float | None
+    priority: int
+    tenant: str
 
 
 def parse(
@@ -131,7 +140,16 @@ def parse(
         deadline_s=limits.deadline_s if deadline_s is None else deadline_s,
         ttft_s=_or(inputs.milliseconds("ttft_ms"), limits.ttft_s),
         tpot_s=_or(inputs.milliseconds("tpot_ms"), limits.tpot_s),
+        priority=inputs.integer("priority", low=-MAX_PRIORITY, high=MAX_PRIORITY) or 0,
+        tenant=_tenant(inputs),
     )
+
+
+def _tenant(inputs: _Inputs) -> str:
+    tenant = inputs.text("tenant") or ""
+    if len(tenant) > MAX_TENANT_CHARS:
+        raise RequestError(f"tenant has {len(tenant)} characters; at most {MAX_TENANT_CHARS} are taken")
+    return tenant
 
 
 def _or(given: float | None, default: float | None) -> float | None:
