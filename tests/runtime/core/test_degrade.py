@@ -39,14 +39,6 @@ def test_the_ladder_comes_down_once_when_calm_has_lasted() -> None:
     assert (ladder.rung, ladder.ups, ladder.downs) == (Rung.NORMAL, 4, 4)
 
 
-def loaded(rig: Rig, *, seconds: float, priority: int = 0) -> None:
-    """Arrivals faster than the rig's instances prefill, which never answer."""
-    for number in range(int(seconds * 4)):
-        rig.arrive(1000 + number, prompt=400, priority=priority)
-        rig.now_s += 0.25
-        rig.tell(Tick())
-
-
 def test_under_load_low_priority_is_shed_queued_or_new_and_then_everything_is_refused() -> None:
     policy = Policy(patience_s=2.0, dwell_up_s=0.5, refuse_late=False)
     rig = Rig(mixed(kv_blocks=100_000, max_seq_tokens=1000, prefill_tokens_per_s=400.0), policy=policy)
@@ -54,10 +46,9 @@ def test_under_load_low_priority_is_shed_queued_or_new_and_then_everything_is_re
     rig.arrive(2, prompt=400, priority=-1)
     ended = []
     for number in range(40):
-        rig.arrive(1000 + number, prompt=400)
+        said = rig.arrive(1000 + number, prompt=400)
         rig.now_s += 0.25
-        rig.tell(Tick())
-        ended += [command for command in rig.said if isinstance(command, Finish | Refuse)]
+        ended += [command for command in said + rig.tell(Tick()) if isinstance(command, Finish | Refuse)]
     ladder = rig.core.snapshot()["ladder"]
     assert (ladder["rung"], ladder["reason"]) == (4, "prefill_backlog")
     first = ended[0]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from trtpd_testing.router_rig import Rig, decode, mixed, only, prefill, to_decoding
 
+from trtpd.perf.scenario import Faults, SimRequest, Slow
+from trtpd.perf.simulate import Simulation
 from trtpd.runtime.core.cost import LinearStepTime
 from trtpd.runtime.core.events import Refuse, Submit
 from trtpd.runtime.core.policy import Policy
@@ -68,12 +70,7 @@ def test_a_target_that_even_an_idle_batch_misses_holds_nobody_up() -> None:
 
 @pytest.mark.parametrize(("slow", "avoided"), [(1.0, False), (3.0, True)])
 def test_a_slowed_machine_is_seen_by_its_steps(slow: float, avoided: bool) -> None:
-    from trtpd.perf.scenario import Faults, SimRequest, Slow
-    from trtpd.perf.simulate import Simulation
-
-    requests = [
-        SimRequest(at_s=0.5 * n, prompt_tokens=50, max_tokens=60, output_tokens=60, tpot_s=1.0) for n in range(80)
-    ]
+    requests = [SimRequest(at_s=0.5 * n, prompt_tokens=50, max_tokens=60, output_tokens=60) for n in range(80)]
     faults = Faults(slow=(Slow(instance="d0", from_s=0.0, to_s=1e9, factor=slow),))
     simulation = Simulation(
         core=RouterCore(),
@@ -89,4 +86,4 @@ def test_a_slowed_machine_is_seen_by_its_steps(slow: float, avoided: bool) -> No
     ratio = views["d0"]["slowness"] / views["d1"]["slowness"]
     assert (ratio > 1.8) is avoided
     chosen = [o.timeline.attempts[-1].decode for o in simulation.outcomes[20:] if o.timeline]
-    assert (chosen.count("d0") < 0.25 * len(chosen)) is avoided
+    assert (chosen.count("d0") < 0.3 * len(chosen)) is avoided
