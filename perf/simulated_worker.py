@@ -63,6 +63,8 @@ class WorkerSpec:
     host: str = "h"
     capabilities: Capabilities = field(default_factory=Capabilities)
     cache_blocks: int = 0
+    gpus: tuple[str, ...] = ()
+    gpu_links: tuple[tuple[str, str], ...] = ()
 
     def hello(self, generation: str) -> Hello:
         return Hello(
@@ -81,6 +83,8 @@ class WorkerSpec:
             prefill_tokens_per_s=self.prefill_tokens_per_s,
             transports=("sim",),
             capabilities=self.capabilities,
+            gpus=self.gpus,
+            gpu_links=self.gpu_links,
         )
 
 

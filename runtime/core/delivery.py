@@ -10,7 +10,7 @@ from trtpd.runtime.core.events import ChunkReady, Offered, Pull, TransferBegun, 
 from trtpd.runtime.core.instance import Hold, Instance
 from trtpd.runtime.core.lifecycle import Instant, State
 from trtpd.runtime.core.requests import Attempt, Request
-from trtpd.runtime.core.view import work_of
+from trtpd.runtime.core.view import rules_of, work_of
 
 
 class Delivery:
@@ -116,6 +116,7 @@ class Delivery:
             source,
             books.cluster,
             work=work_of(books, request),
+            rules=rules_of(books, request),
             not_again=attempt.record.decode if attempt.repulls else None,
         )
         return None if other is None else self._credit(request, attempt, other)

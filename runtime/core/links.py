@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from trtpd.runtime.core.distance import link_between, transfer_s
 from trtpd.runtime.core.events import Hello, TransferDone
 from trtpd.runtime.core.instance import Instance
 
@@ -16,6 +17,8 @@ SHARE_EXPOSED = 0.1
 """Part of an overlapped transfer that lies behind the seal: its last chunk."""
 
 ONE_PIECE_TOKENS = 256
+PAIRS_KEPT = 100_000
+
 SMALLEST_SAMPLE_BYTES = 1 << 20
 
 
@@ -34,6 +37,7 @@ class Links:
 
     def __init__(self, handoff_s: float) -> None:
         self._handoff_s = handoff_s
+        self._known: dict[tuple[str, str, str, str], float | None] = {}
         self._bytes_per_s = {True: SAME_HOST_BYTES_PER_S, False: OTHER_HOST_BYTES_PER_S}
 
     def move(self, hello: Hello, tokens: int, *, hosts: int) -> Move:
@@ -48,6 +52,24 @@ class Links:
             far_s=self._handoff_s + far_s,
             flow_s=far_s if hosts > 1 else near_s,
         )
+
+    def known_s(self, source: Instance, sink: Instance, tokens: int) -> float | None:
+        """The same over the link between their GPUs, where that is known (see distance.py)."""
+        if not source.hello.gpus:
+            return None
+        key = (source.name, source.hello.generation, sink.name, sink.hello.generation)
+        if key not in self._known:
+            if len(self._known) >= PAIRS_KEPT:
+                self._known.clear()
+            known = link_between(source.hello, sink.hello) is not None
+            self._known[key] = transfer_s(source.hello, sink.hello, 1) if known else None
+        token_s = self._known[key]
+        return None if token_s is None else self._handoff_s + tokens * token_s
+
+    @property
+    def least_s(self) -> float:
+        """What any hand-off costs."""
+        return self._handoff_s
 
     def note(self, source: Instance, sink: Instance, event: TransferDone) -> None:
         """Learns from transfers that moved in one piece: others include the wait for what is yet to be

@@ -160,15 +160,19 @@ class _View:
         best: Candidate | None = None
         bound_s, instances = float("inf"), decodes.instances
         mates = {instances[row].host: (sink_s, row) for sink_s, row in reversed(sinks)}
+        gpus, links = bool(hello.gpus), self.rules.links
+        floor_s = weight * links.least_s if gpus else near_s
         for source_s, row in sources:
-            if source_s + sinks[0][0] + near_s >= bound_s:
+            if source_s + sinks[0][0] + floor_s >= bound_s:
                 break
             source = prefills.instances[row]
-            if source.host not in mates and source_s + sinks[0][0] + far_s >= bound_s:
+            if not gpus and source.host not in mates and source_s + sinks[0][0] + far_s >= bound_s:
                 continue
             for sink_s, sink_row in self._mates(source, sinks, mates, decodes):
                 sink = instances[sink_row]
-                score_s = source_s + sink_s + (near_s if sink.host == source.host else far_s)
+                known_s = links.known_s(source, sink, self.work.prompt_tokens) if gpus else None
+                moved_s = near_s if sink.host == source.host else far_s
+                score_s = source_s + sink_s + (moved_s if known_s is None else weight * known_s)
                 if score_s < bound_s:
                     best, bound_s = (score_s, source, sink, "pair", ""), score_s
         return [] if best is None else [best]
@@ -176,7 +180,10 @@ class _View:
     def _mates(
         self, source: Instance, sinks: Shortlist, mates: dict[int, tuple[float, int]], decodes: Table
     ) -> Shortlist:
-        """Of the sinks it has a link to, the best and the best on its host (`mates`, where all links are up)."""
+        """Of the sinks it has a link to, the best and the best on its host (`mates`, where all links are up); all of
+        them for instances on GPUs."""
+        if source.hello.gpus:  # how far apart they are is known for each pair, and is not a matter of hosts
+            return [e for e in sinks if self.cluster.link_up(source.name, decodes.instances[e[1]].name)]
         near = mates.get(source.host)
         if self.cluster.links_down:
             sinks = [e for e in sinks if self.cluster.link_up(source.name, decodes.instances[e[1]].name)]
@@ -276,7 +283,7 @@ def has_sink(request: Request, source: Instance, cluster: Cluster) -> bool:
 
 
 def choose_sink(
-    request: Request, source: Instance, cluster: Cluster, *, work: Work, not_again: str | None
+    request: Request, source: Instance, cluster: Cluster, *, work: Work, rules: Rules, not_again: str | None
 ) -> Instance | None:
     """The best decode instance to pull an offer that exists already; None if none has room now.
 
@@ -290,6 +297,10 @@ def choose_sink(
     # An offer holds prefill's blocks, so it may take a place in the queue of a full batch.
     scores = score.decode(table, work)
     scores[table.room < request.total_tokens] = np.inf
+    if source.hello.gpus:
+        for row in np.flatnonzero(scores < np.inf).tolist():
+            known_s = rules.links.known_s(source, table.instances[row], work.prompt_tokens)
+            scores[row] += rules.weights.transfer_s * (known_s or 0.0)
     last: Instance | None = None
     for row in np.argsort(scores, kind="stable").tolist():
         sink: Instance = table.instances[row]
