@@ -78,12 +78,12 @@ def test_a_higher_class_goes_first_but_not_before_one_that_starves() -> None:
     assert [r.id for r in backlog.queues["m"].next(2, starved_before_s=3.0)] == [1, 2]
 
 
-def full(*, queue_limit: int = 4, **more: object) -> Rig:
+def full(*, queue_limit: int = 4) -> Rig:
     """One instance with one request on it, the queue full of one tenant's."""
     rig = Rig(mixed(kv_blocks=8), policy=Policy(queue_limit=queue_limit, refuse_late=False))
     rig.arrive(1, prompt=200)
     for number in range(2, 2 + queue_limit):
-        rig.arrive(number, prompt=200, tenant="loud", **more)
+        rig.arrive(number, prompt=200, tenant="loud")
     return rig
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trtpd_testing.router_rig import Rig, begun, decode, done, drained, offered, only, prefill, sealed, tokens
 
-from trtpd.runtime.core.events import Cancel, Drain, Emit, Load, Pull, Step, Submit, Tick, Withdraw
+from trtpd.runtime.core.events import Cancel, Command, Drain, Emit, Load, Pull, Step, Submit, Tick, Withdraw
 from trtpd.runtime.core.policy import Policy
 
 
@@ -18,9 +18,9 @@ def decoding(rig: Rig, request_id: int, *, out: int = 200) -> str:
     return sink
 
 
-def look(rig: Rig) -> list[object]:
+def look(rig: Rig) -> list[Command]:
     rig.now_s += 0.26
-    return list(rig.tell(Tick()))
+    return rig.tell(Tick())
 
 
 def test_sessions_of_an_instance_that_drains_move_one_after_the_other_without_a_seam() -> None:
