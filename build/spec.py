@@ -165,11 +165,38 @@ class SloSpec(_Section):
     )
 
 
+class WeightsSpec(_Section):
+    """What placement weighs, each in seconds of regret: a request goes where the sum is least."""
+
+    ttft_s: Cost = Field(default=1.0, description="per second of predicted time to the first token")
+    tpot_s: Cost = Field(default=0.5, description="for a step as long as the TPOT target, by the square of the ratio")
+    kv_s: Cost = Field(default=0.5, description="for a KV pool that will be full, by the square of the part")
+    batch_s: Cost = Field(default=0.1, description="for a batch that is promised in full, by the part")
+    transfer_s: Cost = Field(default=1.0, description="per second of the hand-off that the client waits for")
+    disturb_s: Cost = Field(default=0.5, description="per second that a local prefill makes decoding sequences wait")
+    fallback_s: Cost = Field(default=0.5, description="for an instance that does the other role's work")
+    prefix_s: Cost = Field(default=0.25, description="per second of prefill that cached blocks save the pool")
+
+
 class SchedulerSpec(_Section):
     """Router."""
 
     deadline_s: Positive = Field(default=120.0, description="a request that takes longer ends with an error")
     max_queue: Count = Field(default=256, description="requests that may wait; further ones are refused")
+    refuse_late: bool = Field(
+        default=True, description="refuse a request at once if load would make it miss its targets"
+    )
+    local_prompt_tokens: Annotated[int, Field(ge=0)] = Field(
+        default=0,
+        description="prompts up to this size may stay on decode if moving costs more than it saves; 0: under load only",
+    )
+    held_kv: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.5, description="part of a prefill KV pool that offers without a decode place may hold"
+    )
+    tenants: dict[str, Positive] = Field(
+        default_factory=dict, description="shares of the tenants that requests name, e.g. {gold: 3}; others have 1"
+    )
+    weights: WeightsSpec = Field(default_factory=lambda: WeightsSpec(), description="what placement weighs, in seconds")
 
 
 class StreamingSpec(_Section):

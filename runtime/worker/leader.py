@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Protocol
 
 from trtpd.errors import (
@@ -203,6 +204,8 @@ class Leader:
     def _report(self, load: core.Load) -> None:
         """Sends the step's one message, if there is anything to tell or it is time to repeat the load."""
         now_s = self._clock()
+        if self.draining:
+            load = replace(load, draining=True)
         if self._local is not None:
             self._local.snapshot = Snapshot(
                 load=load, jobs=len(self._jobs), draining=self.draining, registered=self._session is not None
