@@ -31,7 +31,7 @@ class EngineRules:
     has_weights: bool = True
     on_cpu: bool = True
     models: ModelRules = OWN_GRAPH
-    precisions: tuple[Precision, ...] = ("f32", "bf16", "int8")
+    precisions: tuple[Precision, ...] = ("f32", "bf16", "f16", "int8")
     emulated_layout: KVLayout | None = field(default=None)
 
 

@@ -114,7 +114,10 @@ class RoleProfile(msgspec.Struct, frozen=True, kw_only=True):
 
     `max_step_tokens`: tokens one step may compute · `chunk_tokens`: of one prompt in one step · `max_batch`:
     sequences running at once · `kv_blocks`: size of the KV pool · `threads` and `cores` (CPU numbers, empty:
-    any).
+    any) · `widen_weights`: narrow weights become f32 at load, the same values: faster to compute with, but more to read
+    and to hold · `growth_kept`: the share of what a running sequence may still grow by that is kept free for it (1: it
+    is never preempted) · `prefix_cache`: whether prompts that begin alike share KV blocks, and of
+    `prefix_cache_blocks` that no sequence has the content is kept for that at most (None: of all).
     """
 
     max_step_tokens: int
@@ -123,6 +126,10 @@ class RoleProfile(msgspec.Struct, frozen=True, kw_only=True):
     kv_blocks: int
     threads: int
     cores: tuple[int, ...] = ()
+    widen_weights: bool = False
+    growth_kept: float = 1.0
+    prefix_cache: bool = False
+    prefix_cache_blocks: int | None = None
 
 
 class TensorRTConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -198,6 +205,28 @@ class RoleEntry(msgspec.Struct, frozen=True, kw_only=True):
     cores: dict[str, tuple[int, ...]] = {}
 
 
+class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What `trtpd build --tune` measured for one variant of a role: `seconds` of a prefill of `batch` prompts of
+    `tokens` tokens, or of a decode step of `batch` sequences with a context of `tokens`."""
+
+    kind: Literal["prefill", "decode"]
+    tokens: int
+    batch: int
+    chunk_tokens: int
+    widen_weights: bool
+    seconds: float
+
+
+class RoleTuning(msgspec.Struct, frozen=True, kw_only=True):
+    """What was tried for a role, what was chosen and why; `complete` is false where time ran out before all was
+    tried."""
+
+    tried: tuple[TrialResult, ...]
+    chosen: dict[str, int | bool]
+    why: tuple[str, ...]
+    complete: bool
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """manifest.json. `pair_fingerprint` is equal in all roles of one build: pairs never cross it.
 
@@ -210,6 +239,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     pair_fingerprint: str
     roles: dict[str, RoleEntry]
     settings: dict[str, object]
+    tuning: dict[str, RoleTuning] = {}
 
 
 def rebuild(build: Path | None) -> str:

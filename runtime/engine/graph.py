@@ -6,7 +6,7 @@ step lie in one row, and the paged-attention node knows from its inputs which ar
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -37,6 +37,9 @@ INT_INPUTS = (
 PAGING_INPUTS = INT_INPUTS[2:6]
 MAX_CONTEXT_INPUT = "max_context_len"
 
+DECOMPRESSION = "decompression_0"
+"""Marks a conversion that the CPU plugin must not carry out once for all at compile time."""
+
 ALL_REDUCES_PER_LAYER = 2
 """After the projections of attention and of the MLP back to the hidden size."""
 
@@ -64,6 +67,7 @@ class Paging:
     def __init__(self, openvino: ModuleType, *, kv_heads: int, head_dim: int, kv_dtype: KVDtype) -> None:
         self._ops = openvino.opset13
         self._node = paged_attention_op(openvino)
+        self._nodes = openvino.Node
         self._type = openvino.Type
         self._kv_heads, self._head_dim = kv_heads, head_dim
         self._kv_type = kv_type(openvino, kv_dtype)
@@ -83,7 +87,7 @@ class Paging:
         scale = self._head_dim**-0.5 if scale is None else scale
         constants = self._constants(scale, window or 0)
         inputs = [query, key, value, *caches, *self.parameters[: len(PAGING_INPUTS)], *constants]
-        node = self._node([tensor.output(0) for tensor in inputs])
+        node = self._node([tensor.output(0) if isinstance(tensor, self._nodes) else tensor for tensor in inputs])
         info = node.get_rt_info()
         info["num_k_heads"] = info["num_v_heads"] = self._kv_heads
         info["k_head_size"] = info["v_head_size"] = self._head_dim
@@ -123,13 +127,18 @@ def build_decoder(
     *,
     kv_dtype: KVDtype,
     positions: int,
+    widen: bool = False,
     sum_up: Sum | None = None,
 ) -> Any:
     """A rank's model: INT_INPUTS, MAX_CONTEXT_INPUT and each layer's KV in, f32 logits `[sample_rows, its vocabulary]`
-    out. The constants share memory with arrays they keep alive. `positions` bounds a sequence's length. `sum_up` is
-    needed where the shard is a part: it is called ALL_REDUCES_PER_LAYER times a layer, in the same order on every
-    rank."""
-    return _Decoder(openvino, architecture, weights, shard, kv_dtype, positions, sum_up).model()
+    out. The constants share memory with `weights` and arrays they keep alive. `positions` bounds a sequence's length.
+
+    Weights are kept as narrow as they are stored and widened as they are used; at once with `widen`, and on a CPU that
+    computes in bf16, which narrows them its own way.
+
+    `sum_up` is needed where the shard is a part: it is called ALL_REDUCES_PER_LAYER times a layer, in the same order
+    on every rank."""
+    return _Decoder(openvino, architecture, weights, shard, kv_dtype, positions, widen, sum_up).model()
 
 
 class _Decoder:
@@ -141,6 +150,7 @@ class _Decoder:
         shard: Shard,
         kv_dtype: KVDtype,
         positions: int,
+        widen: bool,
         sum_up: Sum | None,
     ) -> None:
         self._openvino = openvino
@@ -150,6 +160,7 @@ class _Decoder:
         self._windowed = frozenset(architecture.window_layers)
         self._weights = weights
         self._shard = shard
+        self._widens, self._computes_in_bf16 = widen, kv_dtype == "bf16"
         self._all_reduce: Callable[[Any], Any] = _unchanged if sum_up is None else all_reduce_op(openvino, sum_up)
         self._paging = Paging(openvino, kv_heads=len(shard.kv_heads), head_dim=architecture.head_dim, kv_dtype=kv_dtype)
         self._ids, self._positions, self._sample_rows = (
@@ -160,7 +171,7 @@ class _Decoder:
         self._window_turns = self._turns_of(positions, windowed=True) if own_turns else self._turns
 
     def model(self) -> Any:
-        hidden = self._rows(self._constant(self._weights.embedding()), self._ids)
+        hidden = self._rows(self._weight(self._weights.embedding(), widen=False), self._ids)
         if self._family.scaled_embedding:
             hidden = self._times(hidden, self._arch.hidden_size**0.5)
         for layer in range(self._arch.num_hidden_layers):
@@ -186,9 +197,10 @@ class _Decoder:
         arch, prefix = self._arch, f"model.layers.{layer}.self_attn."
         query_heads, kv_heads = len(self._shard.query_heads), len(self._shard.kv_heads)
         query_size, kv_size = query_heads * arch.head_dim, kv_heads * arch.head_dim
-        query = self._biased(f"{prefix}q_proj", hidden, query_size, arch.hidden_size)
-        key = self._biased(f"{prefix}k_proj", hidden, kv_size, arch.hidden_size)
-        value = self._biased(f"{prefix}v_proj", hidden, kv_size, arch.hidden_size)
+        names = [f"{prefix}{part}_proj" for part in "qkv"]
+        sizes = [query_size, kv_size, kv_size]
+        projected = zip(names, self._stacked(names, hidden, sizes), sizes, strict=True)
+        query, key, value = (self._biased(name, output, size) for name, output, size in projected)
         windowed = layer in self._windowed
         turns = self._window_turns if windowed else self._turns
         attended = self._paging.attend(
@@ -203,37 +215,36 @@ class _Decoder:
 
     def _mlp(self, prefix: str, hidden: Any) -> Any:
         inner, outer = len(self._shard.inner), self._arch.hidden_size
-        gate = self._activate(self._linear(f"{prefix}gate_proj.weight", hidden, inner, outer))
-        up = self._linear(f"{prefix}up_proj.weight", hidden, inner, outer)
-        return self._linear(f"{prefix}down_proj.weight", self._ops.multiply(gate, up), outer, inner)
+        gate, up = self._stacked([f"{prefix}gate_proj", f"{prefix}up_proj"], hidden, [inner, inner])
+        changed = self._ops.multiply(self._activate(gate), up)
+        return self._linear(f"{prefix}down_proj.weight", changed, outer, inner)
 
     def _activate(self, hidden: Any) -> Any:
         return self._ops.swish(hidden) if self._family.activation == "silu" else self._ops.gelu(hidden, "tanh")
 
     def _rotate(self, flat: Any, heads: int, turns: tuple[Any, Any], norm: str) -> Any:
         """Turns each head's first half against its second, `[tokens, heads * head_dim]` in and out, after that norm
-        where the family has one."""
-        ops = self._ops
-        (cos, sin), size = turns, heads * self._arch.head_dim
-        split = ops.reshape(flat, ops.constant(np.array([-1, heads, self._arch.head_dim], np.int32)), False)
+        where the family has one; in the shape the CPU plugin fuses."""
+        ops, head_dim = self._ops, self._arch.head_dim
+        cos, sin = turns
+        split = ops.reshape(flat, ops.constant(np.array([-1, heads, 1, head_dim], np.int32)), False)
         if self._arch.qk_norm:
-            split = self._norm(norm, split, self._arch.head_dim, axes=3)
-        halves = ops.split(split, ops.constant(np.int32(2)), 2)
+            split = self._norm(norm, split, head_dim, axes=4)
+        half = ops.constant(np.full(2, head_dim // 2, np.int64))
+        halves = ops.variadic_split(split, ops.constant(np.int64(3)), half)
         first, second = halves.output(0), halves.output(1)
-        turned = ops.concat(
-            [
-                ops.subtract(ops.multiply(first, cos), ops.multiply(second, sin)),
-                ops.add(ops.multiply(second, cos), ops.multiply(first, sin)),
-            ],
-            2,
-        )
-        return ops.reshape(turned, ops.constant(np.array([-1, size], np.int32)), False)
+        minus_one = ops.constant(np.full((1, 1, 1, 1), -1.0, np.float32))
+        turned = ops.concat([ops.multiply(second, minus_one), first], -1)
+        rotated = ops.add(ops.multiply(split, cos), ops.multiply(turned, sin))
+        return ops.reshape(rotated, ops.constant(np.array([-1, heads * head_dim], np.int32)), False)
 
     def _turns_of(self, positions: int, *, windowed: bool) -> tuple[Any, Any]:
-        """cos and sin of the step's tokens."""
-        one = self._ops.constant(np.int32(1))
+        """cos and sin of the step's tokens, `[tokens, 1, 1, head_dim]`."""
+        shape = self._ops.constant(np.array([-1, 1, 1, self._arch.head_dim], np.int32))
         cos, sin = (
-            self._ops.unsqueeze(self._rows(self._constant(table), self._positions), one)
+            self._ops.reshape(
+                self._rows(self._constant(np.concatenate([table, table], axis=1)), self._positions), shape, False
+            )
             for table in tables(self._arch, positions, windowed=windowed)
         )
         return cos, sin
@@ -258,21 +269,40 @@ class _Decoder:
         cap = self._arch.final_logit_softcapping
         return logits if cap is None else self._times(self._ops.tanh(self._times(logits, 1 / cap)), cap)
 
-    def _biased(self, name: str, hidden: Any, rows: int, columns: int) -> Any:
-        projected = self._linear(f"{name}.weight", hidden, rows, columns)
+    def _biased(self, name: str, projected: Any, rows: int) -> Any:
         if not self._arch.attention_bias:
             return projected
         return self._ops.add(projected, self._constant(self._weights.bias(f"{name}.bias", rows)[None, :]))
+
+    def _stacked(self, names: Sequence[str], hidden: Any, rows: Sequence[int]) -> list[Any]:
+        """Several projections of the same input, computed as one."""
+        matrix = self._weights.stacked([f"{name}.weight" for name in names], rows, self._arch.hidden_size)
+        ops = self._ops
+        lengths = ops.constant(np.array(rows, np.int32))
+        split = ops.variadic_split(self._project(hidden, matrix), ops.constant(np.int32(1)), lengths)
+        return [split.output(index) for index in range(len(names))]
 
     def _linear(self, name: str, hidden: Any, rows: int, columns: int) -> Any:
         return self._project(hidden, self._weights.matrix(name, rows, columns))
 
     def _project(self, hidden: Any, matrix: Matrix) -> Any:
-        weight = self._constant(matrix.values)
+        return self._ops.matmul(hidden, self._weight(matrix, widen=self._widens), False, True)
+
+    def _weight(self, matrix: Matrix, *, widen: bool) -> Any:
+        """f32, computed from what is stored as it is used."""
+        if matrix.type == "f32" or widen or (self._computes_in_bf16 and matrix.scales is None):
+            return self._constant(matrix.widened())
+        if matrix.type == "bf16":
+            values = np.ascontiguousarray(matrix.values)
+            tensor = self._openvino.Tensor(values, self._openvino.Shape(values.shape), self._openvino.Type.bf16)
+            stored = self._openvino.op.Constant(tensor, True)
+        else:
+            stored = self._constant(matrix.values)
+        widened = self._ops.convert(stored, "f32")
         if matrix.scales is not None:
-            widened = self._ops.convert(weight, "f32")
-            weight = self._ops.multiply(widened, self._constant(matrix.scales))
-        return self._ops.matmul(hidden, weight, False, True)
+            return self._ops.multiply(widened, self._constant(matrix.scales))
+        widened.get_rt_info()[DECOMPRESSION] = ""
+        return widened
 
     def _rows(self, table: Any, indexes: Any) -> Any:
         return self._ops.gather(table, indexes, self._ops.constant(np.int32(0)))

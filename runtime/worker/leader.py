@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Protocol
 
 from trtpd.errors import (
@@ -203,6 +204,8 @@ class Leader:
     def _report(self, load: core.Load) -> None:
         """Sends the step's one message, if there is anything to tell or it is time to repeat the load."""
         now_s = self._clock()
+        if self.draining:
+            load = replace(load, draining=True)
         if self._local is not None:
             self._local.snapshot = Snapshot(
                 load=load, jobs=len(self._jobs), draining=self.draining, registered=self._session is not None
@@ -277,7 +280,7 @@ class Leader:
         if job.ending:
             if last:
                 self._emit(job.last_word())
-        elif isinstance(event, core.Tokens | core.Drained | core.Rejected):
+        elif isinstance(event, core.Tokens | core.Preempted | core.Drained | core.Rejected):
             self._emit(event)
         elif job.request.kind is RequestKind.CONTEXT_ONLY:
             self._hand_out(job, event)
@@ -310,7 +313,7 @@ class Leader:
                 self._emit(transfer_failed(job.key, result.code, result.error or "", result.retryable))
             return
         try:
-            self._pulls.join(job.key)
+            present_tokens = self._pulls.join(job.key)
         except InputError as error:
             self._forget(job.key)
             self._emit(rejected(job.key, error))
@@ -325,6 +328,7 @@ class Leader:
                 seconds=result.seconds,
                 exposed_s=result.exposed_s,
                 path=result.path,
+                present_tokens=present_tokens,
             )
         )
 

@@ -152,6 +152,8 @@ def _build(subs: Subparsers) -> None:
     sub.add_argument("--role", choices=["prefill", "decode", "mixed"], help="build only this role")
     sub.add_argument("--force", action="store_true", help="build even what has not changed")
     sub.add_argument("--dry-run", action="store_true", help="say what would be built")
+    sub.add_argument("--tune", action="store_true", help="measure each role's settings here and build with the best")
+    sub.add_argument("--tune-s", type=_seconds, default=300.0, metavar="S", help="time for --tune; again goes on")
     sub.set_defaults(run=commands.build)
 
 

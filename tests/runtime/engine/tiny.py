@@ -79,6 +79,8 @@ def stored(values: dict[str, F32], precision: Precision) -> dict[str, npt.NDArra
     for name, tensor in values.items():
         if tensor.ndim == 1:
             out[name] = tensor
+        elif precision == "f16":
+            out[name] = tensor.astype(np.float16)
         elif precision == "bf16" or name == "model.embed_tokens.weight":
             out[name] = (tensor.view(np.uint32) >> 16).astype(np.uint16)
         else:
@@ -101,7 +103,7 @@ def read_back(tensors: dict[str, npt.NDArray[np.generic]]) -> dict[str, F32]:
             out[name] = (tensor.astype(np.uint32) << 16).view(np.float32)
         elif tensor.dtype == np.int8:
             out[name] = tensor.astype(np.float32) * tensors[f"{name}.scale"].astype(np.float32)
-        elif tensor.dtype == np.float32 and not name.endswith(".scale"):
+        elif tensor.dtype == np.float16 or (tensor.dtype == np.float32 and not name.endswith(".scale")):
             out[name] = tensor.astype(np.float32)
     return out
 
