@@ -13,8 +13,11 @@ from trtpd.runtime.core.events import Hello, Load, Role
 from trtpd.runtime.core.timers import Timer
 
 Side = Literal["prefill", "decode", "local"]
-GroupKey = tuple[str, str, str]
-"""(model, fingerprint, pairing_key): pairs are made within one group only."""
+GroupKey = tuple[str, str, str, bool]
+"""(model, fingerprint, pairing_key, whether its engine moves its KV itself): pairs are made within one group only."""
+
+OPAQUE = "opaque"
+"""The transport of engines that move their KV themselves: they exchange it with their like alone."""
 
 HoldKey = tuple[int, int]
 """(request_id, attempt)."""
@@ -93,7 +96,8 @@ class Instance:
 
     @property
     def group_key(self) -> GroupKey:
-        return (self.hello.model, self.hello.fingerprint, self.hello.pairing_key)
+        hello = self.hello
+        return (hello.model, hello.fingerprint, hello.pairing_key, OPAQUE in hello.transports)
 
     @property
     def placed(self) -> int:

@@ -10,13 +10,17 @@ Life of a key
 and at any time instead: Rejected (never begun, given up, or failed: the engine holds nothing of it), or,
 after `cancel` or `release`, Drained. After the last event of a key (Rejected, Drained, Tokens with `finish`)
 its blocks are free. Each accepted key gets exactly one last event.
+
+An engine that moves its KV itself (`kv` is None) is a SelfMovingEngine. It tells PrefillBegan (without blocks) together
+with PrefillDone or the first Tokens; of GENERATION_ONLY it tells KVArrived before the first Tokens, and until then a
+Rejected means that the KV did not come. What it may still hold of a key after its Rejected counts in its load.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
@@ -54,7 +58,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     which there are `first_index`; the next token drawn has output index `first_index`. `max_tokens` bounds
     the output as a whole, earlier tokens included. For GENERATION_ONLY `first_token` (output index
     `first_index`) was drawn by prefill and reported; it is not in the KV yet, and the first Tokens event
-    starts at first_index + 1.
+    starts at first_index + 1. `hand_off` comes with GENERATION_ONLY to an engine that moves its KV itself: the state
+    that the prefilling engine gave.
     """
 
     request_id: int
@@ -65,6 +70,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: Sampling
     first_index: int = 0
     first_token: int | None = None
+    hand_off: bytes = b""
 
     @property
     def key(self) -> Key:
@@ -98,7 +104,16 @@ class PrefillDone(msgspec.Struct, frozen=True, kw_only=True):
     finish: FinishReason | None
 
 
-EngineEvent = PrefillBegan | PrefillChunk | PrefillDone | Tokens | Drained | Rejected
+class KVArrived(msgspec.Struct, frozen=True, kw_only=True):
+    """A SelfMovingEngine has fetched the KV of a GENERATION_ONLY request."""
+
+    request_id: int
+    attempt: int
+    bytes_moved: int
+    seconds: float
+
+
+EngineEvent = PrefillBegan | PrefillChunk | PrefillDone | KVArrived | Tokens | Drained | Rejected
 
 
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -181,6 +196,31 @@ class Engine(Protocol):
 
     def shutdown(self) -> None:
         """Frees everything, shared memory included. Idempotent."""
+
+
+@runtime_checkable
+class SelfMovingEngine(Engine, Protocol):
+    """An engine that moves its KV itself; the transport is "opaque". `kv` is None."""
+
+    @property
+    def layout(self) -> KVLayout:
+        """By which two such engines know that they can exchange KV."""
+
+    def hand_off_of(self, key: Key) -> bytes:
+        """The state another engine of its kind fetches the KV by, from PrefillDone until the key's last event."""
+
+    def has_room(self, tokens: int) -> bool:
+        """Whether a sequence that grows to so many tokens fits beside what is promised already."""
+
+
+class RankFollower(Protocol):
+    """A rank of a group other than the first."""
+
+    def run(self) -> None:
+        """Computes what the first rank tells it, until that dismisses it. Raises EngineError."""
+
+    def close(self) -> None:
+        """Lets go of everything. Idempotent."""
 
 
 def validate_sampling(sampling: Sampling) -> Sequence[str]:

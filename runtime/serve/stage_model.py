@@ -218,7 +218,7 @@ def worker_command(build: Path, instance: str) -> WorkerCommand:
         router=os.environ["TRTPD_ROUTER"],
         run_dir=Path(os.environ["TRTPD_RUN_DIR"]),
         keys=Path(keys) if keys else None,
-        ranks=config.tp,
+        ranks=config.processes,
         hosts=pools.get(config.role, _Pool()).hosts,
     )
 
