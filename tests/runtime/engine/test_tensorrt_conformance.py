@@ -17,7 +17,7 @@ from trtpd.build.manifest import RoleProfile
 from trtpd.runtime.engine.tensorrt_llm.load import load
 
 ARCH = tiny.architecture()
-HELD_MS = 700
+HELD_MS = 300
 """How long the stand-in keeps KV that nobody fetches."""
 
 
@@ -66,6 +66,7 @@ class TestCompiled(EngineConformance):
         compiled_stock.take_back()
 
 
+@pytest.mark.slow
 class TestLlmApi(EngineConformance):
     @pytest.fixture
     def make_engine(self, llm_stock: Stock) -> Iterator[MakeEngine]:
