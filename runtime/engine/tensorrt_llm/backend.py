@@ -75,6 +75,11 @@ class Backend(Protocol):
         """Whether `cancel` reaches a context request whose KV waits to be fetched."""
 
     @property
+    def cancels_fetching(self) -> bool:
+        """Whether `cancel` may come while a generation request's KV is on its way. If not, its blocks would be given
+        to others while they are still being written."""
+
+    @property
     def ids_in_statistics(self) -> bool:
         """Whether statistics name requests as `start` does. If not, only a held one is found there, by its hand-off's
         req_id."""

@@ -162,6 +162,7 @@ class CompiledBackend:
 
     cancels_held = False
     """Its loop looks for cancelled ids among active requests only, and keeps those it doesn't find for ever."""
+    cancels_fetching = False
     ids_in_statistics = True
 
     def __init__(self, bindings: Any, executor: Any, *, version: str) -> None:

@@ -60,6 +60,7 @@ class LlmBackend:
     """See Backend."""
 
     cancels_held = True
+    cancels_fetching = True
     ids_in_statistics = False
     """Its client side numbers requests, the executor behind it numbers them anew, and statistics come from there."""
 

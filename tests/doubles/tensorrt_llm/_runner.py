@@ -4,7 +4,9 @@
   time limits, nor at cancelled ids.
 - A context request is over with its answer. Its KV stays until a peer has fetched it or its time limit has passed; a
   cancelled id that isn't active is kept and never found (`cancels_held`: not so in the LLM class).
-- A generation request reports the first token again, and waits for its KV as long as it takes.
+- A generation request reports the first token again, and waits for its KV as long as it takes. Cancelled meanwhile it
+  gives its blocks back at once, and what still comes in is written into them, whosever they are by then: counted as
+  corrupted (`cancels_held`: the LLM class waits).
 - A too long prompt is an error answer, a too long answer is cut to what fits.
 """
 
@@ -94,7 +96,7 @@ class Active:
     fetch_error: str | None = None
     joined: bool = False
     blocks: int = 0
-    fetch_ms: float = 0.0
+    freed_early: bool = False
     ended: bool = False
 
     @property
@@ -133,6 +135,7 @@ class Runner:
         self._active: dict[int, Active] = {}
         self._finished: list[Active] = []
         self._iteration = 0
+        self._corrupted = 0
         self._counts = CountsFile()
         self._thread = threading.Thread(target=self._run, name="executionLoop", daemon=True)
         self._thread.start()
@@ -181,7 +184,7 @@ class Runner:
             if self._transceiver is not None:
                 self._transceiver.close()
             self._engine.shutdown()
-            self._counts.write(active=0, held=0, used_blocks=0)
+            self._counts.write(active=0, held=0, used_blocks=0, corrupted=self._corrupted)
 
     def _turn(self) -> None:
         if self._active:
@@ -270,7 +273,9 @@ class Runner:
             active = self._active[request_id]
             active.ended = True
             if active.fetch is not None and not active.joined:
-                active.fetch.join()  # an abort waits for the copy under way
+                if self._cancels_held:
+                    active.fetch.join()
+                active.freed_early = active.fetch.is_alive()
                 self._engine.kv.free(active.key)
             elif active.call.kind == "generation_only" and not active.joined:
                 pass  # it has nothing yet
@@ -323,12 +328,15 @@ class Runner:
 
     def _fetch(self, active: Active, state: bytes, request_id: int, blocks: tuple[int, ...]) -> None:
         assert self._transceiver is not None
-        began_s = time.monotonic()
+
+        def stop() -> bool:
+            return self._shutdown or (self._cancels_held and active.ended)
+
         try:
-            self._transceiver.fetch(state, request_id, blocks, len(active.call.ids), stop=lambda: active.ended)
+            self._transceiver.fetch(state, request_id, blocks, len(active.call.ids), stop=stop)
+            self._corrupted += active.freed_early
         except FetchError as error:
             active.fetch_error = str(error)
-        active.fetch_ms = (time.monotonic() - began_s) * 1e3
 
     def _on_event(self, active: Active, event: EngineEvent) -> None:
         if isinstance(event, PrefillBegan):
@@ -397,7 +405,8 @@ class Runner:
 
     def _count(self) -> None:
         held = 0 if self._transceiver is None else len(self._transceiver.held())
-        self._counts.write(active=len(self._active), held=held, used_blocks=self._used_blocks())
+        used = self._used_blocks()
+        self._counts.write(active=len(self._active), held=held, used_blocks=used, corrupted=self._corrupted)
 
     def _report(self) -> None:
         self._iteration += 1

@@ -151,8 +151,8 @@ class Transceiver:
                 return
 
     def _send(self, peer: socket.socket, asked: dict[str, Any]) -> None:
-        end_s = time.monotonic() + float(fault("hold_fetches") or 0)
-        while time.monotonic() < end_s and self._open:
+        began_s = time.monotonic()
+        while self._open and time.monotonic() - began_s < float(fault("hold_fetches") or 0):
             time.sleep(0.02)
         if asked["secret"] != self._secret or fault("drop_fetches"):
             return

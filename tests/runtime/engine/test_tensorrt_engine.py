@@ -28,7 +28,7 @@ class ScriptedBackend:
     ids_in_statistics = True
 
     def __init__(self) -> None:
-        self.cancels_held = False
+        self.cancels_held = self.cancels_fetching = False
         self.started: dict[int, Start] = {}
         self.cancelled: list[int] = []
         self.forgotten: list[int] = []
@@ -138,7 +138,7 @@ def held(bench: Bench, number: int = 1) -> list[EngineEvent]:
     """A context request of 70 tokens that is held, as executor's request `number`."""
     bench.engine.submit(request(number, prompt(70), kind=CONTEXT_ONLY))
     return bench.say(
-        iteration(3, **{f"_{number}": COMPLETE}),
+        iteration(3 * number, **{f"_{number}": COMPLETE}),
         Answer(id=number, final=True, ids=(7,), hand_off=hand_off(req_id=number)),
     )
 
@@ -276,11 +276,24 @@ def test_kv_that_does_not_come_in_time_ends_the_request_and_counts_on():
     bench.engine.submit(generation())
     assert bench.wait(1.9) == []
     (rejected,) = bench.wait(0.2)
-    assert (rejected.code, bench.backend.cancelled) == ("transfer_timeout", [1])
+    assert (rejected.code, bench.backend.cancelled) == ("transfer_timeout", [])
     assert bench.engine.poll(0.0).load.kv_blocks_free == 22
     bench.engine.submit(generation())  # its key is free again
+    assert bench.say(Answer(id=1, final=False, ids=(7,))) == []
+    assert bench.backend.cancelled == [1]
     assert bench.say(Answer(id=1, final=True, finish="cancelled")) == []
+    assert bench.engine.poll(0.0).load.kv_blocks_free == 22
     bench.engine.shutdown()
+
+
+@pytest.mark.parametrize("may", [True, False])
+def test_a_fetch_under_way_is_cancelled_at_once_only_where_that_is_safe(bench, may):
+    bench.backend.cancels_fetching = may
+    bench.engine.submit(generation())
+    bench.engine.cancel((1, 1))
+    assert bench.backend.cancelled == ([1] if may else [])
+    assert bench.say(Answer(id=1, final=False, ids=(7, 8))) == []
+    assert bench.say(Answer(id=1, final=True, finish="cancelled")) == [Drained(request_id=1, attempt=1)]
 
 
 def test_holds_that_never_go_end_the_engine(bench):
