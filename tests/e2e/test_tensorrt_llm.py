@@ -35,8 +35,9 @@ HELD_MS = 5000
 class Stage:
     """Where the stand-in is installed: builds, its faults file, its counts."""
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home: Path, release: str = "1.2") -> None:
         self.home = home
+        self.release = release
         self.faults = home / "faults.json"
         self.counts = home / "counts"
         self.counts.mkdir()
@@ -52,7 +53,7 @@ class Stage:
             "pools": {role: plain | {"cores": cores[role]} | given for role, given in pools.items()},
             "kv": {"max_seq_tokens": 2048 if name == "smol" else 256},
             "tensorrt_llm": {
-                "version": 1.2,
+                "version": self.release,
                 "gpu": "h100",
                 "kv_transfer_timeout_ms": HELD_MS,
                 "max_prompt_tokens": 1024 if name == "smol" else 200,
@@ -82,11 +83,16 @@ class Stage:
                 found.append(json.loads(path.read_text()))
         return found
 
+    @contextlib.contextmanager
+    def set_up(self) -> Iterator[Stage]:
+        told = {"TRTPD_DOUBLE_FAULTS": str(self.faults), "TRTPD_DOUBLE_COUNTS": str(self.counts)}
+        with tensorrt.installed(self.home, version=f"{self.release}.1", **told):
+            yield self
+
 
 @pytest.fixture(scope="module")
 def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    made = Stage(tmp_path_factory.mktemp("stage"))
-    with tensorrt.installed(made.home, TRTPD_DOUBLE_FAULTS=str(made.faults), TRTPD_DOUBLE_COUNTS=str(made.counts)):
+    with Stage(tmp_path_factory.mktemp("stage")).set_up() as made:
         yield made
 
 
@@ -107,8 +113,8 @@ PROMPT = [(7 * index * index + 3 * index + 11) % 200 for index in range(70)]
 
 
 @pytest.fixture(scope="module")
-def eight_heads(stage: Stage) -> Path:
-    folder = tensorrt.write_hugging_face(stage.home / "eight", EIGHT, WEIGHTS)
+def eight_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tensorrt.write_hugging_face(tmp_path_factory.mktemp("eight") / "model", EIGHT, WEIGHTS)
     tokenizer = Tokenizer(models.WordLevel({f"t{token}": token for token in range(200)}, unk_token="t0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -135,15 +141,28 @@ def test_executors_of_any_sizes_hand_over_to_the_references_tokens(
 ) -> None:
     build = stage.build(f"p{prefill}d{decode}", eight_heads, prefill={"tp": prefill}, decode={"tp": decode})
     with serving(build, tmp_path / "serve.log") as server:
-        text = " ".join(f"t{token}" for token in PROMPT)
-        answer = ask(server, text_input=text, max_tokens=24, return_log_probs=True)
-        assert answer.error is None
-        expected = reference_answer(24)
-        end = expected.index(2) + 1 if 2 in expected else 24
-        assert answer.ids == expected[:end]
-        assert len(answer.log_probs) == end
-        assert answer.timeline["transfer"]["path"] == "opaque"
+        answers_as_the_reference(server)
         nothing_leaks(server, stage)
+
+
+@pytest.mark.slow
+def test_the_llm_class_of_a_later_release_serves_a_pair_as_well(eight_heads: Path, tmp_path: Path) -> None:
+    with Stage(tmp_path, "1.3").set_up() as stage:
+        build = stage.build("pair", eight_heads, prefill={}, decode={})
+        with serving(build, tmp_path / "serve.log") as server:
+            answers_as_the_reference(server)
+            nothing_leaks(server, stage)
+
+
+def answers_as_the_reference(server: Server) -> None:
+    text = " ".join(f"t{token}" for token in PROMPT)
+    answer = ask(server, text_input=text, max_tokens=24, return_log_probs=True)
+    assert answer.error is None
+    expected = reference_answer(24)
+    end = expected.index(2) + 1 if 2 in expected else 24
+    assert answer.ids == expected[:end]
+    assert len(answer.log_probs) == end
+    assert answer.timeline["transfer"]["path"] == "opaque"
 
 
 # SmolLM2 against what transformers says.

@@ -188,7 +188,9 @@ class TensorRTEngine:
 
     def _on_iteration(self, iteration: Iteration) -> None:
         self._ledger.take(iteration)
-        for entry in self._ledger.gone():
+        limit_ms = self._trt.kv_transfer_timeout_ms
+        expired_s = None if limit_ms is None else self._clock() - limit_ms / 1e3
+        for entry in self._ledger.gone(expired_s=expired_s):
             if not entry.closed:
                 log.warning("the KV of %s is gone before anyone fetched it: its time limit has passed", entry.key)
             self._work.end(entry, drained(entry))

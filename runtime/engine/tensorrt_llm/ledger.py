@@ -128,9 +128,10 @@ class Ledger:
             entry.live = use is not None and use.stage != "complete"
             entry.use = use or entry.use
 
-    def gone(self) -> list[Entry]:
-        """Held entries that the last iteration shows to be gone. A closed one goes before one that is not, which can
-        only have passed its time limit. Entries that no iteration has shown yet are not judged."""
+    def gone(self, *, expired_s: float | None) -> list[Entry]:
+        """Held entries that the last iteration shows to be gone, closed ones first. One that isn't closed can only have
+        passed the executor's time limit, which those held since before `expired_s` have (None: there is no limit).
+        Entries that no iteration has shown yet are not judged."""
         if self._last is None:
             return []
         known = [entry for entry in self._entries.values() if self._is_judged(entry)]
@@ -138,7 +139,8 @@ class Ledger:
         freed = sum(entry.blocks for entry in known) - held_blocks
         found = []
         for entry in sorted(known, key=_close_order):
-            if entry.blocks <= freed:
+            due = entry.closed or (expired_s is not None and (entry.held_s or 0.0) < expired_s)
+            if due and entry.blocks <= freed:
                 freed -= entry.blocks
                 found.append(entry)
         return found

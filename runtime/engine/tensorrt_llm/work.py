@@ -31,7 +31,9 @@ class Work:
         self.backend.forget(entry.id)
 
     def give_up(self, entry: Entry, code: str, reason: str) -> None:
-        """Its last event is told now; its blocks count until the executor has let go."""
+        """Its last event is told now; its blocks count until the executor has let go. Idempotent."""
+        if entry.given_up:
+            return
         self.events.append(drained(entry) if entry.closed else rejected(entry, code, reason))
         self.leave(entry)
 

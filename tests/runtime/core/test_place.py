@@ -74,7 +74,7 @@ def test_an_engine_that_moves_its_kv_itself_is_paired_with_its_like_only() -> No
     assert only(rig.arrive(1), Submit).kind == "context_and_generation"
     rig = Rig(prefill(transports=("opaque",)), decode("d0", transports=("shm",)), decode("d1", transports=("opaque",)))
     rig.arrive(1)
-    assert only(rig.step("p0", offered(), sealed()), Pull).instance == "d1"
+    assert only(rig.step("p0", offered()), Pull).instance == "d1"
 
 
 def test_a_pair_and_a_mixed_instance_compete_by_score() -> None:

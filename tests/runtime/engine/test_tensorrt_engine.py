@@ -242,6 +242,8 @@ def test_of_two_holds_the_one_that_was_closed_is_gone_first(bench):
     bench.say(iteration(6, _2=COMPLETE), Answer(id=2, final=True, ids=(7,), hand_off=hand_off(req_id=2)))
     bench.engine.release((2, 1))
     assert bench.say(iteration(3)) == [Drained(request_id=2, attempt=1)]
+    assert bench.say(iteration(0)) == []  # nobody closed it, and its time limit hasn't passed
+    bench.now_s += 5.1
     assert bench.say(iteration(0)) == [Drained(request_id=1, attempt=1)]
 
 
@@ -294,6 +296,16 @@ def test_a_fetch_under_way_is_cancelled_at_once_only_where_that_is_safe(bench, m
     assert bench.backend.cancelled == ([1] if may else [])
     assert bench.say(Answer(id=1, final=False, ids=(7, 8))) == []
     assert bench.say(Answer(id=1, final=True, finish="cancelled")) == [Drained(request_id=1, attempt=1)]
+
+
+def test_what_was_given_up_is_not_given_up_again(bench):
+    bench.engine.submit(generation())
+    bench.wait(60.0)
+    bench.engine.submit(generation())
+    assert bench.say(Answer(id=1, final=False, ids=(9,))) == []
+    assert bench.say(Answer(id=1, final=True, error="broken")) == []
+    arrived, told = bench.say(Answer(id=2, final=True, ids=(7, 8), finish="length"))
+    assert (type(arrived), told.ids) == (KVArrived, (8,))
 
 
 def test_holds_that_never_go_end_the_engine(bench):

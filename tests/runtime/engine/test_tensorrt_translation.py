@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -176,7 +177,9 @@ def test_an_engine_that_is_not_there_is_said_in_one_line(tmp_path: Path, mode: s
         load(config, tmp_path / "nowhere", pool_name="t", generation="g")
 
 
-def test_an_absent_package_names_the_image() -> None:
+def test_an_absent_package_names_the_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("tensorrt_llm", "tensorrt_llm.bindings.executor", "tensorrt_llm.llmapi"):
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(EngineError, match="run in an image that has the release"):
         compiled.import_bindings()
     with pytest.raises(EngineError, match="run in an image that has the release"):
