@@ -269,7 +269,7 @@ def test_a_context_executor_that_is_killed_in_mid_transfer_costs_no_token(
 ) -> None:
     entry = golden["prompts"]["story"]
     victim = smol.worker_pid("prefill_0")
-    killed = []
+    killed: list[int] = []
 
     def kill(tokens: int) -> None:
         if tokens >= 1 and not killed:

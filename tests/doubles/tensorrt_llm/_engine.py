@@ -141,7 +141,7 @@ def load(
             save_file(parts, str(Path(folder) / weights_file(wanted)), metadata={"bf16_as_u16": "[]"})
         name = f"trtllm.{secrets.token_hex(4)}"
         how: dict[str, Any] = {"pool_name": name, "generation": "stand-in"}
-        if rank:
+        if ranks is not None and rank:
             return None, openvino.join(config, Path(folder), ranks=ranks, **how)
         return openvino.load(config, Path(folder), ranks=ranks, **how), None
 

@@ -295,9 +295,9 @@ class Runner:
                 self._fail(active, f"Encountered an error in forwardAsync function: {error}")
             return
         for event in report.events:
-            active = self._active.get(event.request_id)
-            if active is not None and not active.ended:
-                self._on_event(active, event)
+            found = self._active.get(event.request_id)
+            if found is not None and not found.ended:
+                self._on_event(found, event)
 
     def _see_to_fetch(self, active: Active) -> None:
         assert active.call.handed is not None
@@ -400,8 +400,8 @@ class Runner:
                 self._cancelled.discard(request_id)
 
     def _used_blocks(self) -> int:
-        kv = self._engine.kv
-        return sum(len(kv.blocks_of(key)) for key in kv._allocator.owners())
+        allocator: Any = self._engine.kv._allocator
+        return sum(len(allocator.blocks_of(key)) for key in allocator.owners())
 
     def _count(self) -> None:
         held = 0 if self._transceiver is None else len(self._transceiver.held())

@@ -120,7 +120,7 @@ class Transceiver:
                 )
                 shape = (2 * self._layout.num_layers, len(blocks), *self._block_shape())
                 whole = np.empty(shape, self._pools.control.keys[0].dtype)
-                _read_into(peer, memoryview(whole).cast("B"), stop)
+                _read_into(peer, memoryview(whole.data).cast("B"), stop)
         except OSError as error:
             raise FetchError(f"the connection to the context executor was lost ({error})") from error
         for pool in self._pools:
@@ -174,7 +174,7 @@ class Transceiver:
             heads = self._layout.rank_heads(pool.address.tp_rank)
             for index, array in enumerate(_arrays(pool)):
                 whole[index, :, heads.start : heads.stop] = array[list(blocks)]
-        return memoryview(whole).cast("B")
+        return memoryview(whole.data).cast("B")
 
     def close(self) -> None:
         self._open = False

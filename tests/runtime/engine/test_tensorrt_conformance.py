@@ -14,10 +14,11 @@ from trtpd_testing import tensorrt
 
 from trtpd.build.backends.tensorrt_llm.llm_args import MODEL_DIR, llm_args, write_llm_args
 from trtpd.build.manifest import RoleProfile
+from trtpd.runtime.engine.base import Engine
 from trtpd.runtime.engine.tensorrt_llm.load import load
 
 ARCH = tiny.architecture()
-HELD_MS = 300
+HELD_MS = 250
 """How long the stand-in keeps KV that nobody fetches."""
 
 
@@ -42,7 +43,7 @@ def llm_stock(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     home = tmp_path_factory.mktemp("llm")
     trt = tensorrt.settings("llm_api", release="1.3", kv_transfer_timeout_ms=HELD_MS)
 
-    def make(profile: RoleProfile) -> object:
+    def make(profile: RoleProfile) -> Engine:
         config = tensorrt.engine_config(ARCH, profile, trt)
         arguments = llm_args(trt, "mixed", profile, tp=1, block=32, max_seq_len=config.max_seq_tokens)
         arguments["kv_cache_config"]["max_tokens"] = profile.kv_blocks * 32

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -80,13 +81,13 @@ class ScriptedBackend:
 class Bench:
     """An engine, its backend, and a clock that stands still."""
 
-    def __init__(self, **trt: object) -> None:
+    def __init__(self, **trt: Any) -> None:
         self.now_s = 100.0
         self.backend = ScriptedBackend()
         config = tensorrt.engine_config(tiny.architecture(), tiny.PROFILE, tensorrt.settings(**trt))
         self.engine = TensorRTEngine(config, self.backend, version=VERSION, clock=lambda: self.now_s)
 
-    def say(self, *what: Answer | Iteration) -> list[EngineEvent]:
+    def say(self, *what: Answer | Iteration) -> list[Any]:
         """What the engine tells once it has heard it."""
         self.backend.say(*what)
         events: list[EngineEvent] = []
@@ -98,7 +99,7 @@ class Bench:
         self.engine.check_integrity()
         return events
 
-    def wait(self, seconds: float) -> list[EngineEvent]:
+    def wait(self, seconds: float) -> list[Any]:
         self.now_s += seconds
         return list(self.engine.poll(0.0).events)
 
@@ -134,7 +135,7 @@ def active(blocks: int, context_tokens: int = 40) -> Use:
 COMPLETE = Use(stage="complete", context_tokens=70, tokens=71, blocks=3)
 
 
-def held(bench: Bench, number: int = 1) -> list[EngineEvent]:
+def held(bench: Bench, number: int = 1) -> list[Any]:
     """A context request of 70 tokens that is held, as executor's request `number`."""
     bench.engine.submit(request(number, prompt(70), kind=CONTEXT_ONLY))
     return bench.say(
@@ -365,7 +366,7 @@ def test_a_last_answer_without_tokens_still_ends_the_request(bench):
     ],
 )
 def test_what_this_executor_could_never_do_is_refused(
-    trt: dict[str, object], kind: RequestKind, tokens: int, said: str
+    trt: dict[str, Any], kind: RequestKind, tokens: int, said: str
 ) -> None:
     bench = Bench(**trt)
     with pytest.raises(RequestError, match=said):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from trtpd_testing import tensorrt
 
@@ -19,6 +19,7 @@ from trtpd.runtime.engine.tensorrt_llm.hand_off import STATE_LIMIT_BYTES, HandOf
 HAND_OFF = HandOff(version="1.2.1", first_gen_tokens=(7,), req_id=3, opaque_state=b"state")
 
 
+@settings(max_examples=40)
 @given(
     st.integers(0, (1 << 31) - 1),
     st.integers(0, (1 << 64) - 1),
@@ -48,11 +49,13 @@ def read_or_refused(data: bytes) -> bool:
         return not error.retryable
 
 
+@settings(max_examples=40)
 @given(st.binary(max_size=300))
 def test_any_bytes_are_a_hand_off_or_refused(data):
     assert read_or_refused(data)
 
 
+@settings(max_examples=40)
 @given(st.data())
 def test_a_hand_off_with_a_byte_changed_is_a_hand_off_or_refused(data):
     raw = bytearray(encode(HAND_OFF))

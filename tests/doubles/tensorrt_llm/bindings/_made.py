@@ -21,7 +21,7 @@ REQUIRED = object()
 Check = Callable[[Any], None]
 
 
-def make_enum(name: str) -> type[enum.Enum]:
+def make_enum(name: str) -> Any:
     found = EXECUTOR[name]["enum"]
     if isinstance(found, dict):
         return enum.Enum(name, found)
