@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from trtpd.build import gpu_roles
 from trtpd.build.backends.tensorrt_llm.settings import natural_kv_dtype
 from trtpd.build.engines import (
@@ -59,6 +61,12 @@ class ResolvedPipeline:
     def engine(self) -> EngineName:
         return self.spec.engine
 
+    @property
+    def prefix_cache(self) -> str:
+        """Which prompts share KV. In f32 another split of a prompt into steps changes no token, so all may."""
+        exact = all(role.precision == role.layout.dtype == "f32" for role in self.roles.values())
+        return self.spec.kv.prefix_cache or ("all" if exact else "answers")
+
     def settings(self) -> dict[str, object]:
         """The pipeline file as plain data, with the values that were found in place of `auto`."""
         data: dict[str, Any] = self.spec.model_dump(exclude_none=True)
@@ -66,12 +74,13 @@ class ResolvedPipeline:
         data["kv"]["max_seq_tokens"] = self.max_seq_tokens
         layouts = [role.layout for role in self.roles.values()]
         data["kv"] |= {"dtype": layouts[0].dtype, "tokens_per_block": layouts[0].tokens_per_block}
+        data["kv"]["prefix_cache"] = self.prefix_cache
         for name, role in self.roles.items():
             profile = role.profile
             data["pools"][name] |= {
                 "precision": role.precision,
                 "kv_dtype": role.layout.dtype,
-                "cores": list(profile.cores),
+                "cores": list(profile.cores) or None,
                 "threads": profile.threads,
                 "max_batch": profile.max_batch,
                 "max_step_tokens": profile.max_step_tokens,
@@ -99,7 +108,7 @@ def resolve(
     layouts = {role: _layout(spec, pool, architecture, machine) for role, pool in pools.items()}
     room_tokens = _room_tokens(spec, pools, layouts, architecture, machine)
     max_seq_tokens = spec.kv.max_seq_tokens or _longest(pools, layouts, room_tokens, architecture)
-    cores = _cores(pools, machine)
+    cores = _cores(pools, machine) if ENGINES[spec.engine].on_cpu else _given_cores(pools)
     tpot_s = spec.slo.tpot_ms / 1000 if spec.slo.tpot_ms else None
     precisions = {role: _precision(spec, pool, architecture, machine) for role, pool in pools.items()}
     prompt = 0
@@ -114,6 +123,7 @@ def resolve(
         if spec.engine == "tensorrt_llm":
             defaults = gpu_roles.role_defaults(spec, role, precision, architecture, machine, layout, prompt)
         profile = profile_for(role, _wishes(pool), room, layout, tpot_s=tpot_s, measure=measure, defaults=defaults)
+        profile = _sharing(spec, profile, layout)
         resolved = ResolvedRole(
             role=role,
             instances=names,
@@ -121,7 +131,7 @@ def resolve(
             precision=precision,
             layout=layout,
             profile=profile,
-            cores=dict(zip(names, split_cores(cores[role], len(names)), strict=True)) if names else {},
+            cores=dict(zip(names, split_cores(cores[role], len(names)), strict=True)) if names and cores[role] else {},
         )
         if spec.engine == "tensorrt_llm":
             config = gpu_roles.role_config(
@@ -135,6 +145,19 @@ def resolve(
         architecture=engine_architecture(spec.engine, architecture),
         max_seq_tokens=max_seq_tokens,
         roles=roles,
+    )
+
+
+def _sharing(spec: PipelineSpec, profile: RoleProfile, layout: KVLayout) -> RoleProfile:
+    """How the KV pool of an engine that we schedule is shared out."""
+    if spec.engine == "tensorrt_llm":
+        return profile
+    tokens = spec.kv.prefix_cache_tokens
+    return structs.replace(
+        profile,
+        growth_kept=spec.kv.growth_kept,
+        prefix_cache=spec.kv.prefix_cache != "none",
+        prefix_cache_blocks=None if tokens is None else tokens // layout.tokens_per_block,
     )
 
 
@@ -217,6 +240,11 @@ def _longest(
         for role, pool in pools.items()
     ]
     return max(1, min(architecture.max_position_embeddings, *held))
+
+
+def _given_cores(pools: dict[RoleName, PoolSpec]) -> dict[RoleName, tuple[int, ...]]:
+    """For engines on GPUs: as the file says, else none, for those near an instance's GPUs are known when it starts."""
+    return {role: tuple(pool.cores or ()) for role, pool in pools.items()}
 
 
 def _cores(pools: dict[RoleName, PoolSpec], machine: Machine) -> dict[RoleName, tuple[int, ...]]:

@@ -59,6 +59,8 @@ class WorkerSpec:
     host: str = "h"
     transports: tuple[str, ...] = ("sim",)
     capabilities: Capabilities = field(default_factory=Capabilities)
+    gpus: tuple[str, ...] = ()
+    gpu_links: tuple[tuple[str, str], ...] = ()
 
     def hello(self, generation: str) -> Hello:
         return Hello(
@@ -77,6 +79,8 @@ class WorkerSpec:
             prefill_tokens_per_s=self.prefill_tokens_per_s,
             transports=self.transports,
             capabilities=self.capabilities,
+            gpus=self.gpus,
+            gpu_links=self.gpu_links,
         )
 
 

@@ -48,6 +48,7 @@ class Pulls:
         self._requests: dict[Key, EngineRequest] = {}
         self._seals: dict[Key, Seal] = {}
         self._faults: dict[Key, TransferError] = {}
+        self._present: dict[Key, int] = {}
 
     def keys(self) -> set[Key]:
         return set(self._requests)
@@ -62,12 +63,15 @@ class Pulls:
         offer = _decode(decode_offer, work.offer or b"", key)
         request = msgspec.structs.replace(_checked_request(work, offer), hand_off=offer.opaque)
         blocks = self._reserve(request)
+        kv = self._engine.kv
+        present = 0 if kv is None else kv.present_blocks(key)
         try:
-            self._sink.begin(offer, blocks)
+            self._sink.begin(offer, blocks, present=present)
         except BaseException:
             self._free(key)
             raise
         self._requests[key] = request
+        self._present[key] = present * self._engine.limits.tokens_per_block
         return request
 
     def _reserve(self, request: EngineRequest) -> tuple[int, ...]:
@@ -122,19 +126,20 @@ class Pulls:
             results.append(result)
         return results
 
-    def join(self, key: Key) -> None:
-        """The KV is there, or can be fetched by the engine: the sequence joins decode's batch. Raises RequestError,
-        TransferError, with the blocks given back."""
-        request, seal = self._requests.pop(key), self._seals.pop(key)
+    def join(self, key: Key) -> int:
+        """The KV is there, or can be fetched by the engine: the sequence joins decode's batch. Returns of how many
+        tokens it was there before the pull. Raises RequestError, TransferError, with the blocks given back."""
+        request, seal, present_tokens = self._requests.pop(key), self._seals.pop(key), self._present.pop(key)
         try:
             self._engine.submit(msgspec.structs.replace(request, first_token=seal.first_token))
         except BaseException:
             self._free(key)
             raise
+        return present_tokens
 
     def drop(self, key: Key) -> None:
         """The KV is not wanted, or did not come: gives the blocks back."""
-        del self._requests[key]
+        del self._requests[key], self._present[key]
         self._seals.pop(key, None)
         self._free(key)
 
@@ -148,7 +153,9 @@ def reserve(engine: Engine, kv: PagedKV, request: EngineRequest) -> tuple[int, .
             f"KV of {tokens} tokens can't be decoded here: the longest sequence has {limits.max_seq_tokens} tokens "
             f"and the pool {limits.kv_blocks} blocks of {limits.tokens_per_block}"
         )
-    blocks = kv.reserve(request.key, tokens, peak_tokens=tokens + request.max_tokens - request.first_index)
+    peak_tokens = tokens + request.max_tokens - request.first_index
+    prompt_ids = request.prompt_ids if request.reuse else ()
+    blocks = kv.reserve(request.key, tokens, peak_tokens=peak_tokens, prompt_ids=prompt_ids)
     if blocks is None:
         raise no_room(tokens)
     return blocks

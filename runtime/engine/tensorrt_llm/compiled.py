@@ -236,21 +236,32 @@ def request_of(bindings: Any, start: Start, params: ParamsCodec) -> Any:
         sampling_config=sampling_config_of(bindings, start.sampling),
         output_config=bindings.OutputConfig(return_log_probs=start.sampling.log_probs, exclude_input_from_output=True),
         stop_words=None if context or not ends else ends,
+        bad_words=[list(word) for word in start.sampling.bad_words] or None,
         type=getattr(bindings.RequestType, _TYPES[start.kind]),
         context_phase_params=None if start.hand_off is None else params.write(start.hand_off),
     )
 
 
 def sampling_config_of(bindings: Any, sampling: Sampling) -> Any:
+    penalties = penalties_of(sampling)
     if sampling.temperature == 0:
-        return bindings.SamplingConfig(beam_width=1, top_k=1)
+        return bindings.SamplingConfig(beam_width=1, top_k=1, **penalties)
     return bindings.SamplingConfig(
         beam_width=1,
         temperature=sampling.temperature,
         top_k=sampling.top_k,
         top_p=sampling.top_p,
+        min_p=sampling.min_p or None,
         seed=sampling.seed & ((1 << 64) - 1),
+        **penalties,
     )
+
+
+def penalties_of(sampling: Sampling) -> dict[str, float]:
+    """Those that do anything, by the names that both interfaces have for them."""
+    neutral = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    found = {name: getattr(sampling, name) for name in neutral}
+    return {name: value for name, value in found.items() if value != neutral[name]}
 
 
 class StatsPairs:

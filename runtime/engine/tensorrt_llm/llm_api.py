@@ -33,6 +33,7 @@ from trtpd.runtime.engine.tensorrt_llm.backend import (
     translated,
     translated_request,
 )
+from trtpd.runtime.engine.tensorrt_llm.compiled import penalties_of
 from trtpd.runtime.engine.tensorrt_llm.hand_off import HandOff
 
 log = logging.getLogger(__name__)
@@ -205,6 +206,7 @@ def sampling_params_of(api: Any, start: Start) -> Any:
         logprobs=0 if sampling.log_probs else None,
         detokenize=False,
         **_drawing(sampling),
+        **penalties_of(sampling),
     )
 
 
@@ -215,6 +217,7 @@ def _drawing(sampling: Sampling) -> dict[str, Any]:
         "temperature": sampling.temperature,
         "top_k": sampling.top_k,
         "top_p": sampling.top_p,
+        "min_p": sampling.min_p or None,
         "seed": sampling.seed & ((1 << 63) - 1),
     }
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from trtpd.build.manifest import EngineConfig
 from trtpd.errors import InternalError, RequestError
-from trtpd.runtime.engine.base import EngineRequest, RequestKind
+from trtpd.runtime.engine.base import EngineRequest, RequestKind, Sampling
 from trtpd.runtime.engine.tensorrt_llm.backend import Start
 from trtpd.runtime.engine.tensorrt_llm.hand_off import decode
 
@@ -17,9 +17,24 @@ def check_start(request: EngineRequest, config: EngineConfig) -> None:
         raise RequestError(f"request {request.request_id}: {'; '.join(faults)}")
 
 
+def _sampling_faults(sampling: Sampling, *, llm_api: bool) -> Iterator[str]:
+    """Settings that TensorRT-LLM has no like of, or means otherwise."""
+    if sampling.logit_bias:
+        yield "logit_bias is not available on TensorRT-LLM: leave it out"
+    if sampling.top_log_probs:
+        yield f"top_log_probs is {sampling.top_log_probs}; TensorRT-LLM reports the drawn token's only: set it to 0"
+    if sampling.prompt_ignore_length:
+        yield f"prompt_ignore_length is {sampling.prompt_ignore_length}; TensorRT-LLM has none: set it to 0"
+    if sampling.min_tokens and sampling.end_ids:
+        yield f"min_tokens is {sampling.min_tokens}; TensorRT-LLM can't hold back what ends an answer: leave it out"
+    if sampling.bad_words and llm_api:
+        yield "bad_words are not available through TensorRT-LLM's LLM class: leave them out"
+
+
 def _faults(request: EngineRequest, config: EngineConfig) -> Iterator[str]:
     if config.tensorrt_llm is None:
         raise InternalError("an engine without a tensorrt_llm section was loaded")
+    yield from _sampling_faults(request.sampling, llm_api=config.tensorrt_llm.mode == "llm_api")
     trt, tokens, step_tokens = config.tensorrt_llm, len(request.prompt_ids), config.profile.max_step_tokens
     if request.kind is RequestKind.GENERATION_ONLY:
         if not request.hand_off:

@@ -55,6 +55,11 @@ class Call:
     top_k: int | None = None
     top_p: float | None = None
     seed: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
     end_id: int | None = None
     stop_words: tuple[tuple[int, ...], ...] = ()
     handed: Handed | None = None
@@ -449,13 +454,21 @@ def _sampling(call: Call, ends: frozenset[int], *, draws_again: bool) -> Samplin
     """As the decoder reads it: top-k 1 where nothing says otherwise. A generation request draws from its own start of
     the random sequence, not from where its context request left off."""
     seed = (call.seed or 0) + (1 if draws_again else 0)
+    penalties: dict[str, Any] = {
+        "repetition_penalty": 1.0 if call.repetition_penalty is None else call.repetition_penalty,
+        "presence_penalty": call.presence_penalty or 0.0,
+        "frequency_penalty": call.frequency_penalty or 0.0,
+        "bad_words": call.bad_words,
+    }
     if call.top_k == 1 or (call.top_k is None and call.top_p is None) or call.temperature == 0:
-        return Sampling(seed=seed, end_ids=tuple(ends), log_probs=call.log_probs)
+        return Sampling(seed=seed, end_ids=tuple(ends), log_probs=call.log_probs, **penalties)
     return Sampling(
         temperature=1.0 if call.temperature is None else call.temperature,
         top_k=call.top_k or 0,
         top_p=call.top_p or 1.0,
+        min_p=call.min_p or 0.0,
         seed=seed & ((1 << 63) - 1),
         end_ids=tuple(ends),
         log_probs=call.log_probs,
+        **penalties,
     )

@@ -19,6 +19,10 @@ class SamplingParams:
     top_p: float | None = None
     seed: int | None = None
     temperature: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
     min_tokens: int | None = None
     logprobs: int | None = None
     ignore_eos: bool = False

@@ -375,6 +375,21 @@ def test_what_this_executor_could_never_do_is_refused(
     bench.engine.shutdown()
 
 
+@pytest.mark.parametrize(
+    ("sampling", "named"),
+    [
+        (Sampling(logit_bias=((1, 2.0),)), "logit_bias"),
+        (Sampling(top_log_probs=2, log_probs=True), "top_log_probs"),
+        (Sampling(prompt_ignore_length=3), "prompt_ignore_length"),
+        (Sampling(min_tokens=3, end_ids=(2,)), "min_tokens"),
+    ],
+)
+def test_sampling_that_tensorrt_llm_has_not_is_refused_by_name(bench, sampling, named):
+    with pytest.raises(RequestError, match=named):
+        bench.engine.submit(request(1, prompt(9), sampling=sampling))
+    assert bench.backend.started == {}
+
+
 def test_load_counts_queued_prompts_until_they_are_computed(bench):
     bench.engine.submit(request(1, prompt(90), max_tokens=5))
     bench.engine.submit(request(2, prompt(60), max_tokens=5))

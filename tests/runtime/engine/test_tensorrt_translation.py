@@ -60,6 +60,15 @@ def test_a_greedy_request_draws_among_one(bindings):
     assert (sampling.top_k, sampling.temperature, sampling.top_p, sampling.seed) == (1, None, None, None)
 
 
+def test_penalties_and_bad_words_go_along_and_neutral_ones_do_not(bindings, api):
+    what = start(sampling=Sampling(repetition_penalty=1.2, frequency_penalty=0.5, bad_words=((4,), (5, 6))))
+    request = made(bindings, what)
+    sampling = request.sampling_config
+    assert (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1.2, None, 0.5)
+    assert request.bad_words == [[4], [5, 6]]
+    assert llm_api.sampling_params_of(api, what).repetition_penalty == 1.2
+
+
 def test_each_kind_is_named_and_only_a_generation_brings_params(bindings):
     kinds = {
         kind: made(bindings, start(kind, hand_off=HAND_OFF if kind is GENERATION_ONLY else None))
