@@ -185,6 +185,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def pairing_key(self) -> str:
         return self.layout.pairing_key
 
+    @property
+    def processes(self) -> int:
+        """How many processes of ours an instance is: one for each rank, but the LLM class starts its ranks itself."""
+        return 1 if self.tensorrt_llm is not None and self.tensorrt_llm.mode == "llm_api" else self.tp
+
 
 class _FormatOnly(msgspec.Struct, frozen=True):
     format: int = 0

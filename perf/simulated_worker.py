@@ -61,6 +61,7 @@ class WorkerSpec:
     fingerprint: str = "f"
     pairing_key: str = "k"
     host: str = "h"
+    transports: tuple[str, ...] = ("sim",)
     capabilities: Capabilities = field(default_factory=Capabilities)
     cache_blocks: int = 0
     gpus: tuple[str, ...] = ()
@@ -81,7 +82,7 @@ class WorkerSpec:
             max_batch=self.max_batch,
             bytes_per_token=self.bytes_per_token,
             prefill_tokens_per_s=self.prefill_tokens_per_s,
-            transports=("sim",),
+            transports=self.transports,
             capabilities=self.capabilities,
             gpus=self.gpus,
             gpu_links=self.gpu_links,

@@ -13,8 +13,11 @@ if TYPE_CHECKING:
     from trtpd.runtime.core.ranks import Table
 
 Side = Literal["prefill", "decode", "local"]
-GroupKey = tuple[str, str, str]
-"""(model, fingerprint, pairing_key): pairs are made within one group only."""
+GroupKey = tuple[str, str, str, bool]
+"""(model, fingerprint, pairing_key, whether its engine moves its KV itself): pairs are made within one group only."""
+
+OPAQUE = "opaque"
+"""The transport of engines that move their KV themselves: they exchange it with their like alone."""
 
 HoldKey = tuple[int, int]
 """(request_id, attempt)."""
@@ -135,7 +138,8 @@ class Instance:
 
     @property
     def group_key(self) -> GroupKey:
-        return (self.hello.model, self.hello.fingerprint, self.hello.pairing_key)
+        hello = self.hello
+        return (hello.model, hello.fingerprint, hello.pairing_key, OPAQUE in hello.transports)
 
     @property
     def placed(self) -> int:

@@ -72,6 +72,14 @@ def test_builds_are_never_paired_across() -> None:
     assert submit.kind == "context_and_generation"
 
 
+def test_an_engine_that_moves_its_kv_itself_is_paired_with_its_like_only() -> None:
+    rig = Rig(prefill(transports=("opaque",)), decode("d0", transports=("shm",)))
+    assert only(rig.arrive(1), Submit).kind == "context_and_generation"
+    rig = Rig(prefill(transports=("opaque",)), decode("d0", transports=("shm",)), decode("d1", transports=("opaque",)))
+    rig.arrive(1)
+    assert only(rig.step("p0", offered()), Pull).instance == "d1"
+
+
 def test_a_pair_and_a_mixed_instance_compete_by_score() -> None:
     rig = Rig(prefill(prefill_tokens_per_s=100.0), decode(), mixed(prefill_tokens_per_s=1000.0))
     assert only(rig.arrive(1), Submit).instance == "m0"
