@@ -22,7 +22,7 @@ from tensorrt_llm._api import VERSION
 from tensorrt_llm.engine_file import MARK
 from trtpd.build.backends.openvino import stored_part, weights_file
 from trtpd.build.hf_config import architecture_from_config
-from trtpd.build.manifest import Architecture, EngineConfig, RoleProfile, RopeScaling
+from trtpd.build.manifest import Architecture, EngineConfig, Llama3Scaling, RoleProfile
 from trtpd.build.sharding import HEAD, shard_of
 from trtpd.kv_transfer.layout import KVLayout
 from trtpd.runtime.engine import openvino
@@ -181,7 +181,7 @@ def engine_config(architecture: Architecture, limits: Limits, tp: int) -> Engine
 def architecture_of(model: dict[str, Any]) -> Architecture:
     """Of a checkpoint's config.json."""
     scaling = model.get("rotary_scaling")
-    names = RopeScaling.__struct_fields__
+    names = Llama3Scaling.__struct_fields__
     return Architecture(
         num_hidden_layers=model["num_hidden_layers"],
         hidden_size=model["hidden_size"],
@@ -194,7 +194,7 @@ def architecture_of(model: dict[str, Any]) -> Architecture:
         rope_theta=model["rotary_base"],
         max_position_embeddings=model["max_position_embeddings"],
         tie_word_embeddings=model["tie_word_embeddings"],
-        rope_scaling=None if scaling is None else RopeScaling(**{name: scaling[name] for name in names}),
+        rope_scaling=None if scaling is None else Llama3Scaling(**{name: scaling[name] for name in names}),
     )
 
 
