@@ -34,14 +34,14 @@ def _poisson(count: int, rate: float, rng: np.random.Generator, numbers: tuple[f
 
 def _gamma(count: int, rate: float, rng: np.random.Generator, numbers: tuple[float, ...]) -> Instants:
     shape = 1.0 / numbers[0] ** 2
-    return np.cumsum(rng.gamma(shape, 1.0 / (rate * shape), count))
+    return np.asarray(np.cumsum(rng.gamma(shape, 1.0 / (rate * shape), count)), dtype=np.float64)
 
 
 def _bursts(count: int, rate: float, rng: np.random.Generator, numbers: tuple[float, ...]) -> Instants:
     on_s, off_s = numbers
     busy_s = _poisson(count, rate * (on_s + off_s) / on_s, rng, ())
     bursts = np.floor(busy_s / on_s)
-    return bursts * (on_s + off_s) + (busy_s - bursts * on_s)
+    return np.asarray(bursts * (on_s + off_s) + (busy_s - bursts * on_s), dtype=np.float64)
 
 
 def _ramp(count: int, rate: float, rng: np.random.Generator, numbers: tuple[float, ...]) -> Instants:
