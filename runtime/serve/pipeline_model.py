@@ -149,8 +149,10 @@ class _Scheduler(msgspec.Struct, frozen=True):
 
 
 class _Slo(msgspec.Struct, frozen=True):
-    ttft_ms: float | None
-    tpot_ms: float | None
+    """A target that the pipeline file leaves open is left out of the manifest."""
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
 
 
 class _Settings(msgspec.Struct, frozen=True):

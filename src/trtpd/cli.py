@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn, TypeAlias
 
-from trtpd import __version__, commands
+from trtpd import __version__, commands, perf_cli
 from trtpd.console import say
 from trtpd.errors import TrtpdError
 
@@ -86,7 +86,7 @@ def parser() -> Parser:
     top = Parser(prog="trtpd", description="Prefill and decode as two engines behind Triton, with KV moved between.")
     top.add_argument("--version", action="version", version=f"trtpd {__version__}")
     subs = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (_fetch, _init, _lint, _build, _keys, _serve, _generate, _status, _doctor):
+    for add in (_fetch, _init, _lint, _build, _keys, _serve, _generate, _status, _bench, _doctor):
         add(subs)
     return top
 
@@ -200,6 +200,17 @@ def _status(subs: Subparsers) -> None:
     _url(sub)
     sub.add_argument("--watch", action="store_true", help="again every second until Ctrl-C")
     sub.set_defaults(run=commands.status)
+
+
+def _bench(subs: Subparsers) -> None:
+    sub = _command(
+        subs,
+        "bench",
+        "drive a running server with a workload and report goodput, TTFT, TPOT and ITL",
+        "trtpd bench --workload mixed --rate 2 --ttft-ms 1000 --tpot-ms 80 -o report",
+    )
+    perf_cli.add_bench(sub)
+    sub.set_defaults(run=perf_cli.bench)
 
 
 def _doctor(subs: Subparsers) -> None:
