@@ -107,7 +107,7 @@ def figures_of(measured: Measured) -> dict[str, Figure]:
     }
     bars = stage_bars(finished)
     if bars:
-        drawn["stages"] = plots.stacked("Where the first token's time went, as the server saw it", bars, unit="ms")
+        drawn["stages"] = plots.stacked("Queue, prefill, and what was waited for of the hand-off", bars, unit="ms")
     scales = [(scale, share) for scale, share in result.attainment_over_scale if share is not None]
     if scales:
         x, y = zip(*scales, strict=True)

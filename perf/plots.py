@@ -132,6 +132,7 @@ def _distribution(axis: Axes, curve: Curve) -> None:
             textcoords="offset points",
             fontsize=8,
             ha="right" if left else "left",
+            bbox={"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.85},
         )
     if curve.target is not None:
         axis.axvline(curve.target, color=COLOURS["failed"], linestyle="--", linewidth=1)
@@ -140,9 +141,19 @@ def _distribution(axis: Axes, curve: Curve) -> None:
         )
     positive = values[values > 0]
     if len(positive) and positive[-1] / positive[0] > 30 and len(positive) > 0.98 * len(values):
-        axis.set_xscale("log")
+        _logarithmic(axis)
     else:
         axis.set_xlim(left=0)
+
+
+def _logarithmic(axis: Axes) -> None:
+    """1, 2, 5, 10, ... in plain figures."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axis.set_xscale("log")
+    axis.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.xaxis.set_minor_formatter(NullFormatter())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +195,7 @@ def run_over_time(requests: Requests, *, warm_up_s: float) -> Figure:
         below.set_xlabel("s after the start")
         below.set_ylim(bottom=0)
         for axis in axes:
-            axis.set_xlim(left=0)
+            axis.set_xlim(0, max(times, default=1.0))
             if warm_up_s > 0:
                 axis.axvspan(0, warm_up_s, color="#f1f1f1", zorder=0)
         return figure

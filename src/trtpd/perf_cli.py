@@ -7,7 +7,7 @@ import json
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from trtpd import console
 from trtpd.errors import InputError
@@ -21,17 +21,18 @@ if TYPE_CHECKING:
 MS = 1e3
 
 
-def add_workload_arguments(sub: argparse.ArgumentParser) -> None:
-    """What is asked, how often, in which lengths."""
+def add_workload_arguments(sub: argparse.ArgumentParser, *, name: str | None = None, requests: int = 200) -> None:
+    """What is asked, how often, in which lengths. Without a default `name` it must be given."""
     group = sub.add_argument_group("workload")
     group.add_argument(
         "--workload",
-        required=True,
+        required=name is None,
+        default=name,
         metavar="NAME",
         help="chat, rag, code, summarise, mixed, agent; trace:azure-code, trace:azure-conv, trace:mooncake, "
         "trace:FILE; or a saved workload (.jsonl, .jsonl.gz), replayed byte for byte",
     )
-    group.add_argument("--requests", type=int, default=200, metavar="N", help="how many")
+    group.add_argument("--requests", type=int, default=requests, metavar="N", help="how many")
     group.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed, the same requests")
     group.add_argument(
         "--arrivals",
@@ -205,3 +206,119 @@ def _plain(result: object) -> dict[str, Any]:
 
     found: dict[str, Any] = msgspec.to_builtins(result)
     return found
+
+
+def add_perf_analyzer(sub: argparse.ArgumentParser) -> None:
+    add_workload_arguments(sub, name="chat", requests=60)
+    server = sub.add_argument_group("runs")
+    server.add_argument("--url", default="127.0.0.1:8001", metavar="HOST:PORT", help="Triton's gRPC address")
+    server.add_argument("--model", default="pd", metavar="NAME", help="pd, prefill_N or decode_N")
+    server.add_argument(
+        "--concurrency", default="", metavar="N,...", help="closed loops (default: 1,4 without --rates)"
+    )
+    server.add_argument("--rates", default="", metavar="R,...", help="Poisson arrivals, requests a second")
+    server.add_argument("--repeats", type=int, default=2, metavar="N", help="of each load, by each instrument in turn")
+    server.add_argument("--alone", action="store_true", help="perf_analyzer only, without our client beside it")
+    server.add_argument("--budget-s", type=float, default=1200.0, metavar="S", help="no further run begins after this")
+    server.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        default=Path("perf-analyzer"),
+        metavar="FOLDER",
+        help="its inputs, exports and logs",
+    )
+    sub.add_argument("args", nargs="*", metavar="-- ARGS", help="further arguments for perf_analyzer")
+
+
+def perf_analyzer(args: argparse.Namespace) -> int:
+    from trtpd.perf.analyze import AnalyzeOptions, analyze, table
+    from trtpd.perf.perf_analyzer import Load
+
+    loads = [Load(concurrency=number) for number in numbers(args.concurrency, int, "--concurrency")]
+    loads += [Load(rate=rate) for rate in numbers(args.rates, float, "--rates")]
+    options = AnalyzeOptions(
+        url=args.url,
+        model=args.model,
+        wanted=wanted_of(args, rate=None),
+        loads=loads or [Load(concurrency=1), Load(concurrency=4)],
+        folder=args.output,
+        repeats=args.repeats,
+        budget_s=args.budget_s,
+        ours=not args.alone,
+        extra=args.args,
+    )
+    with console.progress() as progress:
+        result = analyze(options, progress=progress)
+    if args.json:
+        console.result(_plain(result), as_json=True)
+        return 0
+    shown = table(result)
+    console.table(shown.headings, shown.rows, title=f"{result.tool}, model {result.model}, ms")
+    if not result.complete:
+        console.say(f"the budget of {args.budget_s:g} s ended before all runs were made")
+    print(args.output / "summary.json")
+    return 0
+
+
+Number = TypeVar("Number", int, float)
+
+
+def numbers(text: str, kind: type[Number], option: str) -> list[Number]:
+    """A comma separated list, each above 0. Raises InputError."""
+    try:
+        found = [kind(part) for part in text.split(",") if part.strip()]
+    except ValueError as error:
+        raise InputError(f"{option} is {text!r}; give numbers with commas between") from error
+    if any(not 0 < number < 1e9 for number in found):
+        raise InputError(f"{option} is {text!r}; each must be above 0")
+    return found
+
+
+def add_compare(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("build", type=Path, metavar="BUILD", help="a build with prefill and decode pools and their cores")
+    add_workload_arguments(sub)
+    runs = sub.add_argument_group("runs")
+    runs.add_argument("--rates", default="", metavar="R,...", help="requests a second (default: around the capacity)")
+    runs.add_argument("--repeats", type=int, default=2, metavar="N", help="of each arm at each rate, arms in turn")
+    runs.add_argument("--point-s", type=float, default=60.0, metavar="S", help="how long one rate is held")
+    runs.add_argument("--chunks", default="64,128,256,512", metavar="N,...", help="chunk sizes the tuning tries")
+    runs.add_argument("--budget-s", type=float, default=3600.0, metavar="S", help="no step begins that would end later")
+    runs.add_argument(
+        "--outside", default="", metavar="CMD", help="another OpenAI server as an arm; {port} in it is filled"
+    )
+    runs.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FOLDER",
+        help="report and runs; the same folder goes on (default: by name)",
+    )
+
+
+def compare(args: argparse.Namespace) -> int:
+    from trtpd.perf import compare_report
+    from trtpd.perf.compare import CompareOptions, Comparer
+    from trtpd.perf.verdict import verdict
+
+    folder = args.output or Path("compare-" + "".join(c if c.isalnum() else "-" for c in args.workload))
+    if args.repeats < 1 or args.point_s <= 0.0 or args.budget_s <= 0.0:
+        raise InputError("--repeats must be at least 1, --point-s and --budget-s above 0")
+    _need_plots()
+    options = CompareOptions(
+        build=args.build.resolve(),
+        wanted=wanted_of(args, rate=None),
+        folder=folder,
+        rates=numbers(args.rates, float, "--rates"),
+        repeats=args.repeats,
+        point_s=args.point_s,
+        budget_s=args.budget_s,
+        chunks=numbers(args.chunks, int, "--chunks"),
+        outside=args.outside,
+    )
+    with console.progress() as progress:
+        comparison = Comparer(options, progress).run()
+    page = compare_report.write(folder, comparison, command=command_line())
+    lines = [*verdict(comparison), f"report       {page}"]
+    console.result(compare_report.document(comparison), as_json=args.json, text="\n".join(lines))
+    return 0 if comparison.complete else 1
