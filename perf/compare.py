@@ -27,6 +27,7 @@ from trtpd.build.manifest import Manifest, read_manifest
 from trtpd.errors import InputError
 from trtpd.perf.arrivals import parse
 from trtpd.perf.bench import BenchOptions, Target, drive
+from trtpd.perf.client import Run
 from trtpd.perf.client_health import BottleneckError, ClientHealth, refuse_if_bottleneck
 from trtpd.perf.compare_arms import COLOCATED, Variant, build_variant, cores_of, variants
 from trtpd.perf.compare_server import outside, serving
@@ -166,7 +167,7 @@ class Comparer:
         try:
             choices += [self._tune(arm, slo, rates) for arm in self._variants]
             self._measure(choices, rates)
-        except OutOfBudgetError:
+        except (OutOfBudgetError, KeyboardInterrupt):  # what is there is reported; the next call goes on
             complete = False
         return Comparison(
             plan=self._plan,
@@ -194,7 +195,8 @@ class Comparer:
         workload = Workload(name="unloaded", seed=0, asks=tuple(asks), concurrency=1)
         with self._serve(self._variants[COLOCATED][0]) as target:
             self._progress("targets", 0, 1)
-            run, _ = drive(self._bench(target), workload, _quiet)
+            run, _ = drive(self._bench(target), workload, self._progress)
+        _go_on_unless_interrupted(run)
         records = run.records[len(lengths) :]  # the first round warms up
         unloaded = [
             (tokens, float(np.median([r.ttft_s for r in records if r.kind == str(tokens) and r.ttft_s is not None])))
@@ -258,8 +260,7 @@ class Comparer:
     def _run(self, variant: Variant, target: Target, rate: float, repeat: int, seed: int, path: Path) -> None:
         workload = make(self._wanted(rate, seed))
         run, cpu_s = drive(self._bench(target), workload, self._progress)
-        if run.info.interrupted:
-            raise KeyboardInterrupt
+        _go_on_unless_interrupted(run)
         fault = ""
         try:
             refuse_if_bottleneck(run.health, run.records)
@@ -287,7 +288,8 @@ class Comparer:
             prefill_s=slo.unloaded_s(tokens),
             prompt_tokens=tokens,
         )
-        run, _ = drive(self._bench(target), workload, _quiet)
+        run, _ = drive(self._bench(target), workload, self._progress)
+        _go_on_unless_interrupted(run)
         save_records(self._interference_path(variant), run.info, run.records)
 
     # What is there
@@ -369,5 +371,7 @@ def _read_point(path: Path) -> tuple[PointFile, tuple[Record, ...]]:
     return file, tuple(records)
 
 
-def _quiet(stage: str, done: int, total: int) -> None:
-    """Says nothing."""
+def _go_on_unless_interrupted(run: Run) -> None:
+    """Raises KeyboardInterrupt: a run that was cut short is no point."""
+    if run.info.interrupted:
+        raise KeyboardInterrupt

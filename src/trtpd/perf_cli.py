@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -316,6 +317,7 @@ def compare(args: argparse.Namespace) -> int:
         chunks=numbers(args.chunks, int, "--chunks"),
         outside=args.outside,
     )
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does: its servers go with it
     with console.progress() as progress:
         comparison = Comparer(options, progress).run()
     page = compare_report.write(folder, comparison, command=command_line())
