@@ -14,6 +14,7 @@ from pathlib import Path
 from trtpd.build.backends import backend_of
 from trtpd.build.backends.base import Job, Progress
 from trtpd.build.checkpoint import Checkpoint
+from trtpd.build.checks import Finding
 from trtpd.build.files import link_or_copy, link_tree, locked, staged, translated
 from trtpd.build.lint import lint_spec, open_model, open_plan, planned_only
 from trtpd.build.machine import Machine, this_machine
@@ -36,12 +37,14 @@ _TO_DO: dict[Action, str] = {"write": "to be written", "link": "settings to be w
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildResult:
-    """What was done, or with `dry_run` would be done, down to the commands that would be run (`steps`)."""
+    """What was done, or with `dry_run` would be done, down to the commands that would be run (`steps`). `warnings` are
+    lint's."""
 
     out: Path
     plan: BuildPlan
     dry_run: bool
     steps: tuple[str, ...] = ()
+    warnings: tuple[Finding, ...] = ()
 
     @property
     def manifest(self) -> Manifest:
@@ -101,7 +104,7 @@ def build(
     checkpoint = open_plan(spec) if dry_run else open_model(spec)
     if not planned_only(spec, checkpoint):
         checkpoint.source.check_tokenizer()
-    refuse_errors(spec, checkpoint, machine)
+    warnings = refuse_errors(spec, checkpoint, machine)
     pipeline = resolve(spec, checkpoint.architecture, machine)
     with (
         translated(f"build {out}", BuildError),
@@ -112,16 +115,18 @@ def build(
         plan = plan_build(pipeline, checkpoint, former, role=role, force=force)
         if dry_run:
             steps = _steps(out, plan, checkpoint, former)
-            return BuildResult(out=out, plan=plan, dry_run=True, steps=tuple(steps))
+            return BuildResult(out=out, plan=plan, dry_run=True, steps=tuple(steps), warnings=warnings)
         _make(out, plan, checkpoint, former, render, progress, force=force)
-    return BuildResult(out=out, plan=plan, dry_run=False)
+    return BuildResult(out=out, plan=plan, dry_run=False, warnings=warnings)
 
 
-def refuse_errors(spec: PipelineSpec, checkpoint: Checkpoint, machine: Machine) -> None:
-    """Raises SpecError, in one line, if lint finds an error."""
-    errors = [finding for finding in lint_spec(spec, checkpoint, machine) if finding.severity == "error"]
+def refuse_errors(spec: PipelineSpec, checkpoint: Checkpoint, machine: Machine) -> tuple[Finding, ...]:
+    """Lint's warnings. Raises SpecError, in one line, if lint finds an error."""
+    findings = lint_spec(spec, checkpoint, machine)
+    errors = [finding for finding in findings if finding.severity == "error"]
     if errors:
         raise SpecError("; ".join(f"{one.where}: {one.message}: {one.mend} [{one.code}]" for one in errors))
+    return tuple(findings)
 
 
 def _refuse_other(out: Path) -> None:

@@ -71,7 +71,7 @@ class ResolvedPipeline:
             data["pools"][name] |= {
                 "precision": role.precision,
                 "kv_dtype": role.layout.dtype,
-                "cores": list(profile.cores),
+                "cores": list(profile.cores) or None,
                 "threads": profile.threads,
                 "max_batch": profile.max_batch,
                 "max_step_tokens": profile.max_step_tokens,
@@ -99,7 +99,7 @@ def resolve(
     layouts = {role: _layout(spec, pool, architecture, machine) for role, pool in pools.items()}
     room_tokens = _room_tokens(spec, pools, layouts, architecture, machine)
     max_seq_tokens = spec.kv.max_seq_tokens or _longest(pools, layouts, room_tokens, architecture)
-    cores = _cores(pools, machine)
+    cores = _cores(pools, machine) if ENGINES[spec.engine].on_cpu else _given_cores(pools)
     tpot_s = spec.slo.tpot_ms / 1000 if spec.slo.tpot_ms else None
     precisions = {role: _precision(spec, pool, architecture, machine) for role, pool in pools.items()}
     prompt = 0
@@ -121,7 +121,7 @@ def resolve(
             precision=precision,
             layout=layout,
             profile=profile,
-            cores=dict(zip(names, split_cores(cores[role], len(names)), strict=True)) if names else {},
+            cores=dict(zip(names, split_cores(cores[role], len(names)), strict=True)) if names and cores[role] else {},
         )
         if spec.engine == "tensorrt_llm":
             config = gpu_roles.role_config(
@@ -217,6 +217,11 @@ def _longest(
         for role, pool in pools.items()
     ]
     return max(1, min(architecture.max_position_embeddings, *held))
+
+
+def _given_cores(pools: dict[RoleName, PoolSpec]) -> dict[RoleName, tuple[int, ...]]:
+    """For engines on GPUs: as the file says, else none, for those near an instance's GPUs are known when it starts."""
+    return {role: tuple(pool.cores or ()) for role, pool in pools.items()}
 
 
 def _cores(pools: dict[RoleName, PoolSpec], machine: Machine) -> dict[RoleName, tuple[int, ...]]:

@@ -58,6 +58,8 @@ class WorkerSpec:
     pairing_key: str = "k"
     host: str = "h"
     capabilities: Capabilities = field(default_factory=Capabilities)
+    gpus: tuple[str, ...] = ()
+    gpu_links: tuple[tuple[str, str], ...] = ()
 
     def hello(self, generation: str) -> Hello:
         return Hello(
@@ -76,6 +78,8 @@ class WorkerSpec:
             prefill_tokens_per_s=self.prefill_tokens_per_s,
             transports=("sim",),
             capabilities=self.capabilities,
+            gpus=self.gpus,
+            gpu_links=self.gpu_links,
         )
 
 

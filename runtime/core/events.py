@@ -187,7 +187,8 @@ class Hello:
     gone).
 
     `pairing_key` is equal for instances that can exchange KV. `fingerprint` names the build; pairs never
-    cross it.
+    cross it. `gpus` names the GPUs it runs on (empty: none, or unknown). `gpu_links` says what lies between them and
+    each GPU of its host: "self", "nvlink", "switch", "bridge", "node" or "system", nearest first (empty: unknown).
     """
 
     instance: str
@@ -205,6 +206,8 @@ class Hello:
     prefill_tokens_per_s: float
     transports: tuple[str, ...] = ()
     capabilities: Capabilities = field(default_factory=Capabilities)
+    gpus: tuple[str, ...] = ()
+    gpu_links: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

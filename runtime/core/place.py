@@ -10,6 +10,7 @@ from enum import StrEnum
 
 from trtpd.runtime.core import score
 from trtpd.runtime.core.cluster import Cluster, Group, Instance
+from trtpd.runtime.core.distance import transfer_s
 from trtpd.runtime.core.requests import Request
 
 SHORTLIST = 8
@@ -98,7 +99,7 @@ class _View:
             self.open(decodes, total, batch=True), lambda i: score.decode_score(i, i.blocks_for(total), weights)
         )
         return [
-            (source_s + sink_s, source, sink, "")
+            (source_s + sink_s + weights.transfer_s * transfer_s(source.hello, sink.hello, prompt), source, sink, "")
             for source_s, source in sources
             for sink_s, sink in sinks
             if self.cluster.link_up(source.name, sink.name, self.now_s)
@@ -202,7 +203,8 @@ def choose_sink(
         blocks = sink.blocks_for(request.total_tokens)
         fits = sink.has_room(blocks) and key not in sink.holds and sink.name not in attempt.shunned
         if fits and not request.avoids(sink.name, now_s) and cluster.link_up(source.name, sink.name, now_s):
-            found.append((sink.name in not_again, score.decode_score(sink, blocks, weights), sink))
+            far_s = weights.transfer_s * transfer_s(source.hello, sink.hello, request.prompt_tokens)
+            found.append((sink.name in not_again, score.decode_score(sink, blocks, weights) + far_s, sink))
     if not found:
         return None
     again, least, _ = min(found, key=lambda entry: entry[:2])

@@ -14,13 +14,15 @@ class Weights:
 
     ttft_s: per second of predicted time to the first token · kv_s: a decode pool that would be full, falling
     off with the square of its use · batch_s: a batch that would be full · fallback_s: an instance doing the
-    other role's work beside its own.
+    other role's work beside its own · transfer_s: per second that KV takes over the link between a pair's GPUs, where
+    that link is known (see distance.py).
     """
 
     ttft_s: float = 1.0
     kv_s: float = 0.5
     batch_s: float = 0.25
     fallback_s: float = 0.5
+    transfer_s: float = 1.0
 
     def __post_init__(self) -> None:
         for item in fields(self):

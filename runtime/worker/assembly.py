@@ -31,6 +31,7 @@ from trtpd.runtime.engine.base import Engine, PagedKV
 from trtpd.runtime.engine.factory import join_engine, load_engine
 from trtpd.runtime.engine.group import Follower, check_group
 from trtpd.runtime.engine.ranks import Ranks
+from trtpd.runtime.worker.gpus import own_binding
 from trtpd.runtime.worker.leader import Leader
 from trtpd.runtime.worker.leader_link import LeaderLink
 from trtpd.runtime.worker.local import LocalDesk
@@ -174,6 +175,7 @@ def settle(place: Place, ranks: Ranks | None) -> Found:
     cores = tuple(entry.cores.get(place.instance) or config.profile.cores)
     if cores and ranks is not None:
         cores = split_cores(cores, ranks.size)[ranks.rank]
+    cores = cores or own_binding().cores_of(0 if ranks is None else ranks.rank)
     settle_on_cores(cores, place.instance)
     return Found(manifest=manifest, directory=directory, config=config)
 
@@ -234,7 +236,7 @@ def hello_of(
     prefill_tokens_per_s: float,
 ) -> Hello:
     """How this instance registers: as what it has loaded, whatever its build's manifest says by now."""
-    limits = engine.limits
+    limits, gpus = engine.limits, own_binding()
     return Hello(
         instance=instance,
         generation=generation,
@@ -251,6 +253,8 @@ def hello_of(
         prefill_tokens_per_s=prefill_tokens_per_s,
         transports=transports,
         capabilities=engine.capabilities,
+        gpus=gpus.devices,
+        gpu_links=gpus.links,
     )
 
 

@@ -79,7 +79,10 @@ def build(args: argparse.Namespace) -> int:
         "fingerprint": made.manifest.pair_fingerprint,
         "roles": {plan.role: plan.action for plan in made.plans},
         "steps": list(made.steps),
+        "warnings": [asdict(finding) for finding in made.warnings],
     }
+    for finding in made.warnings:
+        console.say(str(finding))
     head = f"{made.out} (not written: --dry-run)" if made.dry_run else str(made.out)
     console.result(document, as_json=args.json, text=f"{made.summary()}\n{head}")
     return 0
