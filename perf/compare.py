@@ -194,8 +194,7 @@ class Comparer:
         ]
         workload = Workload(name="unloaded", seed=0, asks=tuple(asks), concurrency=1)
         with self._serve(self._variants[COLOCATED][0]) as target:
-            self._progress("targets", 0, 1)
-            run, _ = drive(self._bench(target), workload, self._progress)
+            run, _ = drive(self._bench(target), workload, self._named("unloaded"))
         _go_on_unless_interrupted(run)
         records = run.records[len(lengths) :]  # the first round warms up
         unloaded = [
@@ -259,7 +258,7 @@ class Comparer:
 
     def _run(self, variant: Variant, target: Target, rate: float, repeat: int, seed: int, path: Path) -> None:
         workload = make(self._wanted(rate, seed))
-        run, cpu_s = drive(self._bench(target), workload, self._progress)
+        run, cpu_s = drive(self._bench(target), workload, self._named(f"{variant.folder} at {rate:g}, {repeat + 1}"))
         _go_on_unless_interrupted(run)
         fault = ""
         try:
@@ -288,7 +287,7 @@ class Comparer:
             prefill_s=slo.unloaded_s(tokens),
             prompt_tokens=tokens,
         )
-        run, _ = drive(self._bench(target), workload, self._progress)
+        run, _ = drive(self._bench(target), workload, self._named(f"{variant.folder}, interference"))
         _go_on_unless_interrupted(run)
         save_records(self._interference_path(variant), run.info, run.records)
 
@@ -345,6 +344,10 @@ class Comparer:
         else:
             with serving(build_variant(variant, self._options.build, arms), log) as target:
                 yield target
+
+    def _named(self, name: str) -> Progress:
+        """Progress of one run's requests, under its own name."""
+        return lambda stage, done, total: self._progress(name, done, total) if stage == "requests" else None
 
     def _afford(self, seconds: float) -> None:
         """Raises OutOfBudgetError."""

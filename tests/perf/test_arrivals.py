@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trtpd.errors import InputError
@@ -29,6 +29,7 @@ def test_equal_seeds_give_equal_instants_and_a_shape_survives_its_text(shape):
     assert np.array_equal(instants(shape, seed=7), instants(str(parse(shape)), seed=7))
 
 
+@settings(max_examples=20, deadline=None)
 @given(cv=st.floats(0.2, 4.0))
 def test_gamma_gaps_have_the_coefficient_of_variation_asked_for(cv):
     gaps = np.diff(Arrivals(shape="gamma", numbers=(cv,)).instants(20000, 10.0, np.random.default_rng(3)))
