@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from trtpd.errors import InputError
+from trtpd.errors import InputError, ServeError
 from trtpd.perf.bench import BenchOptions, Target, drive, fitted
 from trtpd.perf.environment import Environment, this_environment
 from trtpd.perf.make_workload import Wanted, make
@@ -112,6 +112,11 @@ def _ours(options: AnalyzeOptions, wanted: Wanted, load: Load) -> Latencies:
     workload = make(_at(wanted, load))
     run, _ = drive(BenchOptions(target=target, wanted=wanted), workload, lambda stage, done, total: None)
     sent = [(r.sent_s, r.at_s) for r in run.records if r.sent_s is not None and r.state == "finished"]
+    if not sent and run.records:
+        first = run.records[0]
+        raise ServeError(
+            f"none of our requests to {options.model} finished: {first.state} {first.reason} {first.message}"
+        )
     return latencies(sent)
 
 

@@ -157,8 +157,6 @@ def _tokens(response: Any) -> int:
 
 def _keep(last: dict[str, Any], response: Any) -> None:
     """What only the last response brings."""
-    if len(response.outputs) <= 2:
-        return
     for output, raw in zip(response.outputs, response.raw_output_contents, strict=False):
         if output.datatype == "BYTES" and output.name in ("finish_reason", "timeline"):
             last[output.name] = raw[4:].decode()

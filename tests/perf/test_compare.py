@@ -68,7 +68,7 @@ def test_a_build_that_cannot_be_compared_says_why(tmp_path, pools, fault):
         variants(read_manifest(write_manifest(tmp_path, pools)))
 
 
-GAPS_S = {SPLIT: 0.002, COLOCATED: 0.008, CHUNKED: 0.004}
+GAPS_S = {SPLIT: 0.001, COLOCATED: 0.04, CHUNKED: 0.01}
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def test_a_comparison_measures_all_arms_says_what_it_found_and_goes_on_where_it_
     assert whole.complete
     assert {point.file.arm for point in whole.points} == {SPLIT, COLOCATED, CHUNKED}
     assert len(whole.points) == 6
-    assert best(whole, SPLIT).goodput > 10 * max(best(whole, COLOCATED).goodput, 0.1)
+    assert best(whole, SPLIT).goodput > best(whole, COLOCATED).goodput
     assert set(whole.interference) == {SPLIT, COLOCATED, CHUNKED}
     assert any("disaggregat" in line for line in verdict(whole))
     served = len(arms)
@@ -126,5 +126,5 @@ def test_the_targets_come_from_an_unloaded_server_and_stay(tmp_path, arms):
     found = Comparer(options(tmp_path, budget_s=1.0), lambda *_: None).run()
     assert arms == [(COLOCATED, "1 x 2 threads")]
     assert found.slo.floor_s == 1.0
-    assert found.slo.tpot_s == pytest.approx(0.625 * 0.008, rel=0.5)
+    assert found.slo.tpot_s > 0.625 * 0.039  # no gap of that server is shorter than its sleep
     assert Comparer(options(tmp_path, budget_s=1.0), lambda *_: None).run().slo == found.slo

@@ -124,6 +124,12 @@ def test_a_stage_is_asked_for_its_stage(model, names):
     assert all(list(tensor.shape) == [1, 1] for tensor in request.inputs)
 
 
+def test_a_stages_answer_has_ended_with_its_timeline():
+    with fake_triton(SCRIPT) as server:
+        ending = one(TritonTransport(server.address, model="decode_0"))
+    assert (ending.state, ending.output_tokens, ending.server) == ("finished", 5, None)
+
+
 def test_an_error_without_a_code_is_a_failure_of_the_server():
     assert ending_of_error("boom").state == "failed"
     assert ending_of_error("code=no_instance none").state == "refused"

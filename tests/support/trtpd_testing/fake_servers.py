@@ -136,7 +136,13 @@ class _Triton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[mi
                 for index, at_s in enumerate(instants):
                     await asyncio.sleep(max(0.0, began_s + at_s - loop.time()))
                     sent.append(loop.time())
-                    yield _response(index, last=index == len(instants) - 1, tokens=len(instants))
+                    last = index == len(instants) - 1
+                    stage = request.model_name != "pd"
+                    yield (
+                        _stage_response(index, last=last)
+                        if stage
+                        else _response(index, last=last, tokens=len(instants))
+                    )
             except asyncio.CancelledError:
                 self._server.cancelled += 1
                 raise
@@ -165,6 +171,16 @@ def _response(index: int, *, last: bool, tokens: int) -> Any:
         add("finish_reason", "BYTES", text("length"))
         add("timeline", "BYTES", text(json.dumps(timeline)))
         add("num_input_tokens", "INT32", np.array([7], np.int32).tobytes())
+    return response
+
+
+def _stage_response(index: int, *, last: bool) -> Any:
+    """As a stage model answers: no text, and a timeline of another shape."""
+    response = _response(index, last=False, tokens=0)
+    del response.infer_response.outputs[0], response.infer_response.raw_output_contents[0]
+    if last:
+        response.infer_response.outputs.add(name="timeline", datatype="BYTES", shape=[1])
+        response.infer_response.raw_output_contents.append((2).to_bytes(4, "little") + b"{}")
     return response
 
 
