@@ -240,11 +240,11 @@ class Comparer:
         self, kind: str, variant: Variant, rates: Sequence[float], repeat: int, *, seed: int
     ) -> list[tuple[PointFile, tuple[Record, ...]]]:
         """The runs of one variant at all rates, behind one start of its server; those that are there already are
-        read."""
+        read, unless they can't be used."""
         folder = self._options.folder / kind
         folder.mkdir(parents=True, exist_ok=True)
         paths = {rate: folder / f"{variant.folder}.{rate:g}.{repeat}" for rate in rates}
-        missing = [rate for rate, path in paths.items() if not path.with_name(path.name + ".json").is_file()]
+        missing = [rate for rate, path in paths.items() if not _is_usable(path)]
         shows = kind == "points" and repeat == 0 and not self._interference_path(variant).is_file()
         if missing or shows:
             self._afford(SERVER_START_S + self._options.point_s)
@@ -366,6 +366,12 @@ class Comparer:
         self._options.folder.mkdir(parents=True, exist_ok=True)
         path.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
         return found
+
+
+def _is_usable(path: Path) -> bool:
+    """Whether a run is there whose figures may be used; another is made again."""
+    stored = path.with_name(path.name + ".json")
+    return stored.is_file() and not msgspec.json.decode(stored.read_bytes(), type=PointFile).fault
 
 
 def _read_point(path: Path) -> tuple[PointFile, tuple[Record, ...]]:

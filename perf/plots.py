@@ -187,7 +187,7 @@ def run_over_time(requests: Requests, *, warm_up_s: float) -> Figure:
             if untold:
                 top.scatter(untold, [0.0] * len(untold), s=22, color=colour, marker="x", label=f"{name}, no token")
         top.set_ylim(bottom=0)
-        top.legend(ncols=6, loc="upper left", bbox_to_anchor=(0, -0.12))
+        figure.legend(loc="outside lower left", ncols=6)
         edges = sorted([(at, 1) for at in requests.due_s] + [(at, -1) for at in requests.ended_s])
         times = [at for at, _ in edges]
         below.step(times, np.cumsum([change for _, change in edges]), where="post", color=SERIES[0], linewidth=1)
@@ -203,7 +203,7 @@ def run_over_time(requests: Requests, *, warm_up_s: float) -> Figure:
 
 def stacked(title: str, bars: Mapping[str, Mapping[str, float]], *, unit: str) -> Figure:
     """Horizontal bars made of parts: {bar: {part: length}}; parts take their colour from COLOURS."""
-    with canvas(1, 1, height=0.75 + 0.42 * max(len(bars), 1)) as (figure, axes):
+    with canvas(1, 1, height=1.05 + 0.42 * max(len(bars), 1)) as (figure, axes):
         axis = axes[0]
         parts = list(dict.fromkeys(part for bar in bars.values() for part in bar))
         names = list(bars)[::-1]
@@ -219,7 +219,7 @@ def stacked(title: str, bars: Mapping[str, Mapping[str, float]], *, unit: str) -
         axis.set_title(title)
         axis.set_xlabel(unit)
         axis.grid(axis="y", visible=False)
-        axis.legend(ncols=4, loc="upper left", bbox_to_anchor=(0, -0.28))
+        figure.legend(loc="outside lower left", ncols=6)
         return figure
 
 
