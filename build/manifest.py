@@ -77,7 +77,9 @@ class RoleProfile(msgspec.Struct, frozen=True, kw_only=True):
 
     `max_step_tokens`: tokens one step may compute · `chunk_tokens`: of one prompt in one step · `max_batch`:
     sequences running at once · `kv_blocks`: size of the KV pool · `threads` and `cores` (CPU numbers, empty:
-    any).
+    any) · `growth_kept`: the share of what a running sequence may still grow by that is kept free for it (1: it is
+    never preempted) · `prefix_cache`: whether prompts that begin alike share KV blocks, and of `prefix_cache_blocks`
+    that no sequence has the content is kept for that at most (None: of all).
     """
 
     max_step_tokens: int
@@ -86,6 +88,9 @@ class RoleProfile(msgspec.Struct, frozen=True, kw_only=True):
     kv_blocks: int
     threads: int
     cores: tuple[int, ...] = ()
+    growth_kept: float = 1.0
+    prefix_cache: bool = False
+    prefix_cache_blocks: int | None = None
 
 
 class TensorRTConfig(msgspec.Struct, frozen=True, kw_only=True):

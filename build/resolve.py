@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from trtpd.build import gpu_roles
 from trtpd.build.backends.tensorrt_llm.settings import natural_kv_dtype
 from trtpd.build.engines import (
@@ -59,6 +61,12 @@ class ResolvedPipeline:
     def engine(self) -> EngineName:
         return self.spec.engine
 
+    @property
+    def prefix_cache(self) -> str:
+        """Which prompts share KV. In f32 another split of a prompt into steps changes no token, so all may."""
+        exact = all(role.precision == role.layout.dtype == "f32" for role in self.roles.values())
+        return self.spec.kv.prefix_cache or ("all" if exact else "answers")
+
     def settings(self) -> dict[str, object]:
         """The pipeline file as plain data, with the values that were found in place of `auto`."""
         data: dict[str, Any] = self.spec.model_dump(exclude_none=True)
@@ -66,6 +74,7 @@ class ResolvedPipeline:
         data["kv"]["max_seq_tokens"] = self.max_seq_tokens
         layouts = [role.layout for role in self.roles.values()]
         data["kv"] |= {"dtype": layouts[0].dtype, "tokens_per_block": layouts[0].tokens_per_block}
+        data["kv"]["prefix_cache"] = self.prefix_cache
         for name, role in self.roles.items():
             profile = role.profile
             data["pools"][name] |= {
@@ -114,6 +123,7 @@ def resolve(
         if spec.engine == "tensorrt_llm":
             defaults = gpu_roles.role_defaults(spec, role, precision, architecture, machine, layout, prompt)
         profile = profile_for(role, _wishes(pool), room, layout, tpot_s=tpot_s, measure=measure, defaults=defaults)
+        profile = _sharing(spec, profile, layout)
         resolved = ResolvedRole(
             role=role,
             instances=names,
@@ -135,6 +145,19 @@ def resolve(
         architecture=engine_architecture(spec.engine, architecture),
         max_seq_tokens=max_seq_tokens,
         roles=roles,
+    )
+
+
+def _sharing(spec: PipelineSpec, profile: RoleProfile, layout: KVLayout) -> RoleProfile:
+    """How the KV pool of an engine that we schedule is shared out."""
+    if spec.engine == "tensorrt_llm":
+        return profile
+    tokens = spec.kv.prefix_cache_tokens
+    return structs.replace(
+        profile,
+        growth_kept=spec.kv.growth_kept,
+        prefix_cache=spec.kv.prefix_cache != "none",
+        prefix_cache_blocks=None if tokens is None else tokens // layout.tokens_per_block,
     )
 
 

@@ -118,6 +118,19 @@ class KVSpec(_Section):
         default=None,
         description="longest prompt and answer together; auto: the model's, as far as the KV pool holds it",
     )
+    growth_kept: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.5,
+        description="share of what a running sequence may still grow by that is kept free for it; below 1 one may be "
+        "preempted (its KV computed anew), at 1 none is and fewer run at once",
+    )
+    prefix_cache: Annotated[Literal["all", "answers", "none"] | None, Auto] = Field(
+        default=None,
+        description="all: prompts that begin alike share KV; answers: only those of one request; none; auto: all where "
+        "that can't change a token (f32), else answers",
+    )
+    prefix_cache_tokens: AutoCount = Field(
+        default=None, description="tokens whose KV is kept for later prompts; auto: what the KV pool has free"
+    )
 
 
 class TransferSpec(_Section):

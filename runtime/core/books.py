@@ -17,6 +17,7 @@ from trtpd.runtime.core.events import (
     Quarantine,
     Refuse,
     Submit,
+    TopLogProbs,
     WakeAt,
     Withdraw,
 )
@@ -132,7 +133,14 @@ class Books:
         self.backlog.add(request)
         self.room_changed = True
 
-    def accept(self, request: Request, first_index: int, ids: tuple[int, ...], log_probs: tuple[float, ...]) -> int:
+    def accept(
+        self,
+        request: Request,
+        first_index: int,
+        ids: tuple[int, ...],
+        log_probs: tuple[float, ...],
+        top_log_probs: tuple[TopLogProbs, ...] = (),
+    ) -> int:
         """Puts new tokens in the journal and hands them out; returns how many of `ids` lie past `max_tokens`.
 
         Indexes that are in the journal already are dropped. `first_index` must not leave a gap.
@@ -144,7 +152,15 @@ class Books:
         new = ids[start:stop]
         if new:
             request.journal.extend(new)
-            self.say(Emit(request_id=request.id, first_index=known, ids=new, log_probs=tuple(log_probs[start:stop])))
+            self.say(
+                Emit(
+                    request_id=request.id,
+                    first_index=known,
+                    ids=new,
+                    log_probs=tuple(log_probs[start:stop]),
+                    top_log_probs=tuple(top_log_probs[start:stop]),
+                )
+            )
             request.timeline.mark_tokens(len(new), self.now_s)
             self.tally.counts["output_tokens"] += len(new)
         return max(0, len(ids) - stop)

@@ -23,6 +23,7 @@ class Delivery:
         attempt = request.running()
         self._books.cluster.seen(hold)
         request.timeline.mark(Instant.PREFILL_BEGIN, self._books.now_s)
+        attempt.record.cached_tokens = event.cached_tokens
         if hold.side == "prefill" and attempt.offer is None:
             attempt.offer, attempt.ready_at_s = event.offer, self._books.now_s
             self.advance(request)
@@ -193,6 +194,7 @@ class Delivery:
         record = attempt.record
         record.bytes_moved, record.chunks, record.path = event.bytes_moved, event.chunks, event.path
         record.transfer_s, record.exposed_s = event.seconds, event.exposed_s
+        record.present_tokens = event.present_tokens
         self._books.tally.counts["transfers"] += 1
         self._books.tally.counts["transfer_bytes"] += event.bytes_moved
         self.join(request, hold)

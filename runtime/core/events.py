@@ -14,6 +14,8 @@ from trtpd.runtime.core.lifecycle import Timeline
 
 FinishReason = Literal["stop", "length"]
 Role = Literal["prefill", "decode", "mixed"]
+TopLogProbs = tuple[tuple[int, float], ...]
+"""Tokens and their log-probabilities, likeliest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +24,7 @@ class Capabilities:
 
     chunk_events: reports chunks before the seal · release: held KV can be freed on request · repull: an offer
     can be pulled twice · digests: blocks can be verified · seeded_resume: sampling is a function of (seed,
-    position).
+    position) · unsupported: settings of a request's sampling that it can't honour, by their names.
     """
 
     chunk_events: bool = True
@@ -30,12 +32,17 @@ class Capabilities:
     repull: bool = True
     digests: bool = True
     seeded_resume: bool = True
+    unsupported: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What an instance reports with every step. `queued_tokens` are prompt tokens accepted and not yet
-    computed."""
+    """What an instance reports with every step. `queued_tokens` are prompt tokens accepted and not yet computed.
+
+    `preemptions` counts, since the instance's start, sequences that lost their blocks to others and were computed
+    anew. `cached_blocks` of its KV hold beginnings of prompts that others may share (those that no sequence has count
+    as free); `evicted` are the hashes, as in `Arrived.block_hashes`, of those that are gone since the last report.
+    """
 
     kv_blocks_free: int
     kv_blocks_held: int = 0
@@ -44,6 +51,9 @@ class Load:
     queued_tokens: int = 0
     step_s: float = 0.0
     step_tokens: int = 0
+    preemptions: int = 0
+    cached_blocks: int = 0
+    evicted: tuple[int, ...] = ()
 
 
 # Events from one instance, carried by Step ------------------------------------------------------------------
@@ -51,13 +61,15 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offered:
-    """Prefill admitted the request and holds `blocks` blocks for it; its first chunk is about to run."""
+    """Prefill admitted the request and holds `blocks` blocks for it; its first chunk is about to run. KV of
+    `cached_tokens` tokens was there already."""
 
     request_id: int
     attempt: int
     blocks: int
     lease_s: float
     offer: bytes
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +85,7 @@ class ChunkReady:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sealed:
     """Prefill is done and drew the token at output index `first_index`. `finish` is set if it ends the
-    answer."""
+    answer. `top_log_probs` as one of those of Tokens."""
 
     request_id: int
     attempt: int
@@ -82,6 +94,7 @@ class Sealed:
     log_prob: float | None
     finish: FinishReason | None
     seal: bytes
+    top_log_probs: TopLogProbs = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +105,8 @@ class TransferBegun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferDone:
-    """KV has arrived, is verified and joined decode's batch; prefill may free it."""
+    """KV has arrived, is verified and joined decode's batch; prefill may free it. KV of `present_tokens` tokens was
+    there before and did not move."""
 
     request_id: int
     attempt: int
@@ -101,6 +115,7 @@ class TransferDone:
     seconds: float
     exposed_s: float
     path: str
+    present_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +134,9 @@ class Tokens:
     """Tokens at output indexes `first_index ...` of one request. The last one ends the answer if `finish` is
     set.
 
-    `log_probs` is empty or as long as `ids`. The end token itself is among `ids`.
+    `log_probs` is empty or as long as `ids`, and so is `top_log_probs`: for each of them the likeliest tokens with
+    their log-probabilities, likeliest first. The end token itself is among `ids`. `cached_tokens` comes with the first
+    token of a prompt that was computed here: KV of so many of its tokens was there already.
     """
 
     request_id: int
@@ -128,6 +145,17 @@ class Tokens:
     ids: tuple[int, ...]
     log_probs: tuple[float, ...] = ()
     finish: FinishReason | None = None
+    top_log_probs: tuple[TopLogProbs, ...] = ()
+    cached_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preempted:
+    """The instance gave this attempt's blocks to others for lack of them. It keeps the attempt, and goes on with the
+    next token when it has computed its KV anew."""
+
+    request_id: int
+    attempt: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +182,16 @@ class Rejected:
 
 
 InstanceEvent = (
-    Offered | ChunkReady | Sealed | TransferBegun | TransferDone | TransferFailed | Tokens | Drained | Rejected
+    Offered
+    | ChunkReady
+    | Sealed
+    | TransferBegun
+    | TransferDone
+    | TransferFailed
+    | Tokens
+    | Preempted
+    | Drained
+    | Rejected
 )
 
 
@@ -166,7 +203,8 @@ class Arrived:
     """A new request. `deadline_s` is an instant; targets are durations from arrival (TTFT) and per token
     (TPOT).
 
-    `model` may be left out while one model is served. `request_id` is unique in the router's life.
+    `model` may be left out while one model is served. `request_id` is unique in the router's life. `block_hashes`
+    are those of the prompt's full blocks, in order (runtime/engine/prefix.py): equal ones are equal beginnings.
     """
 
     request_id: int
@@ -189,6 +227,7 @@ class Hello:
     `pairing_key` is equal for instances that can exchange KV. `fingerprint` names the build; pairs never
     cross it. `gpus` names the GPUs it runs on (empty: none, or unknown). `gpu_links` says what lies between them and
     each GPU of its host: "self", "nvlink", "switch", "bridge", "node" or "system", nearest first (empty: unknown).
+    With `prefix_cache` it computes (and pulls) only what it has not of a prompt's full blocks.
     """
 
     instance: str
@@ -208,6 +247,7 @@ class Hello:
     capabilities: Capabilities = field(default_factory=Capabilities)
     gpus: tuple[str, ...] = ()
     gpu_links: tuple[tuple[str, str], ...] = ()
+    prefix_cache: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -326,6 +366,7 @@ class Emit:
     first_index: int
     ids: tuple[int, ...]
     log_probs: tuple[float, ...]
+    top_log_probs: tuple[TopLogProbs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,6 +29,7 @@ from trtpd.runtime.core.events import (
     LinkDown,
     Lost,
     Offered,
+    Preempted,
     Refuse,
     Rejected,
     Sealed,
@@ -86,6 +87,8 @@ class RouterCore:
             ("local", Offered): self._delivery.offered,
             ("local", ChunkReady): self._delivery.chunk_ready,
             ("local", Tokens): self._tokens,
+            ("decode", Preempted): self._preempted,
+            ("local", Preempted): self._preempted,
         }
         for side in ("prefill", "decode", "local"):
             self._answers[side, Rejected] = self._recovery.rejected
@@ -204,7 +207,8 @@ class RouterCore:
             return
         self._books.cluster.seen(hold)
         log_probs = () if event.log_prob is None else (event.log_prob,)
-        self._books.accept(request, event.first_index, (event.token,), log_probs)
+        top_log_probs = (event.top_log_probs,) if event.top_log_probs else ()
+        self._books.accept(request, event.first_index, (event.token,), log_probs, top_log_probs)
         if event.finish is not None or len(request.journal) >= request.arrived.max_tokens:
             request.running().seal = event.seal
             self._books.end(request, State.FINISHED, event.finish or "length")
@@ -226,11 +230,19 @@ class RouterCore:
             self._recovery.gap(request, hold.instance, event.first_index)
             return
         request.timeline.mark(Instant.DECODE_BEGIN, books.now_s)
-        surplus = books.accept(request, event.first_index, event.ids, event.log_probs)
+        if event.cached_tokens is not None:
+            attempt.record.cached_tokens = event.cached_tokens
+        surplus = books.accept(request, event.first_index, event.ids, event.log_probs, event.top_log_probs)
         if event.finish is not None and not surplus:
             books.end(request, State.FINISHED, event.finish)
         elif len(request.journal) >= request.arrived.max_tokens:
             books.end(request, State.FINISHED, "length")
+
+    def _preempted(self, request: Request, hold: Hold, _event: Preempted) -> None:
+        """It goes on by itself. Its instance has taken on more than it had blocks for."""
+        request.running().record.preemptions += 1
+        self._books.tally.counts["preemptions"] += 1
+        self._books.cluster.seen(hold)
 
     def _deadline(self, request: Request) -> None:
         books = self._books

@@ -56,6 +56,8 @@ def instance_view(instance: Instance, now_s: float) -> dict[str, Any]:
         "kv_blocks": hello.kv_blocks,
         "kv_blocks_free": load.kv_blocks_free,
         "kv_blocks_held": load.kv_blocks_held,
+        "kv_blocks_cached": load.cached_blocks,
+        "preemptions": load.preemptions,
         "kv_blocks_promised": instance.committed_blocks,
         "losses": len(instance.losses_s),
         "transports": list(hello.transports),

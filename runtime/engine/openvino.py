@@ -175,7 +175,9 @@ def draw_from(parts: list[Array], asked: Sequence[DrawAt]) -> list[Draw]:
             "openvino left logits unwritten or not a number in a step: a node failed without an error, "
             "or the weights overflow; check the checkpoint, and build with precision f32"
         )
-    return draw(logits, [at.sampling for at in asked], [at.index for at in asked]) if asked else []
+    if not asked:
+        return []
+    return draw(logits, [at.sampling for at in asked], [at.index for at in asked], [at.history for at in asked])
 
 
 def _check_supported(config: EngineConfig) -> None:

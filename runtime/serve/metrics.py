@@ -24,7 +24,9 @@ COUNTERS = {
     "trtpd_requests_total": "Requests by how they ended",
     "trtpd_requests_judged_total": "Requests with targets, by whether they finished inside them (goodput)",
     "trtpd_prompt_tokens_total": "Prompt tokens of requests that ended",
+    "trtpd_cached_tokens_total": "Prompt tokens whose KV was found in a prefix cache",
     "trtpd_output_tokens_total": "Tokens handed to clients",
+    "trtpd_preemptions_total": "Answers that gave their KV blocks to others and were computed anew",
     "trtpd_retries_total": "Placements given up and tried again",
     "trtpd_transfer_bytes_total": "KV bytes moved from prefill to decode",
     "trtpd_transfer_seconds_total": "Time spent moving KV",
@@ -39,6 +41,7 @@ GAUGES = {
     "trtpd_requests_queued": "Requests waiting for a place",
     "trtpd_instance_up": "1 while the instance is registered",
     "trtpd_kv_blocks_free": "Free KV blocks of an instance",
+    "trtpd_kv_blocks_cached": "KV blocks of an instance that hold beginnings of prompts for others to share",
     "trtpd_instance_running": "Sequences in an instance's batch",
 }
 
@@ -99,6 +102,7 @@ class Metrics:
             name = view["name"]
             self.gauge("trtpd_instance_up", float(name in up), instance=name)
             self.gauge("trtpd_kv_blocks_free", view["kv_blocks_free"], instance=name)
+            self.gauge("trtpd_kv_blocks_cached", view["kv_blocks_cached"], instance=name)
             self.gauge("trtpd_instance_running", view["running"], instance=name)
 
     def ended(
@@ -110,7 +114,10 @@ class Metrics:
             inside = state == "finished" and _within(timeline.ttft_ms, ttft_s) and _within(timeline.tpot_ms, tpot_s)
             self.count("trtpd_requests_judged_total", inside=str(inside).lower())
         self.count("trtpd_prompt_tokens_total", timeline.prompt_tokens)
+        self.count("trtpd_cached_tokens_total", timeline.cached_tokens)
         self.count("trtpd_output_tokens_total", timeline.output_tokens)
+        if timeline.preemptions:
+            self.count("trtpd_preemptions_total", timeline.preemptions)
         if timeline.retries:
             self.count("trtpd_retries_total", timeline.retries)
         if timeline.transfer is not None:

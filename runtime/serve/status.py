@@ -14,6 +14,8 @@ INSTANCE_FIELDS = (
     "kv_blocks",
     "kv_blocks_free",
     "kv_blocks_held",
+    "kv_blocks_cached",
+    "preemptions",
     "kv_blocks_promised",
     "losses",
     "host",

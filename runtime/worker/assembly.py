@@ -255,6 +255,7 @@ def hello_of(
         capabilities=engine.capabilities,
         gpus=gpus.devices,
         gpu_links=gpus.links,
+        prefix_cache=config.profile.prefix_cache,
     )
 
 

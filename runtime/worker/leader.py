@@ -277,7 +277,7 @@ class Leader:
         if job.ending:
             if last:
                 self._emit(job.last_word())
-        elif isinstance(event, core.Tokens | core.Drained | core.Rejected):
+        elif isinstance(event, core.Tokens | core.Preempted | core.Drained | core.Rejected):
             self._emit(event)
         elif job.request.kind is RequestKind.CONTEXT_ONLY:
             self._hand_out(job, event)
@@ -310,7 +310,7 @@ class Leader:
                 self._emit(transfer_failed(job.key, result.code, result.error or "", result.retryable))
             return
         try:
-            self._pulls.join(job.key)
+            present_tokens = self._pulls.join(job.key)
         except InputError as error:
             self._forget(job.key)
             self._emit(rejected(job.key, error))
@@ -325,6 +325,7 @@ class Leader:
                 seconds=result.seconds,
                 exposed_s=result.exposed_s,
                 path=result.path,
+                present_tokens=present_tokens,
             )
         )
 

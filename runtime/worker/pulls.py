@@ -46,6 +46,7 @@ class Pulls:
         self._requests: dict[Key, EngineRequest] = {}
         self._seals: dict[Key, Seal] = {}
         self._faults: dict[Key, TransferError] = {}
+        self._present: dict[Key, int] = {}
 
     def keys(self) -> set[Key]:
         return set(self._requests)
@@ -60,12 +61,14 @@ class Pulls:
         offer = _decode(decode_offer, work.offer or b"", key)
         request = _checked_request(work, offer)
         blocks = reserve(self._engine, self._kv, request)
+        present = self._kv.present_blocks(key)
         try:
-            self._sink.begin(offer, blocks)
+            self._sink.begin(offer, blocks, present=present)
         except BaseException:
             self._kv.free(key)
             raise
         self._requests[key] = request
+        self._present[key] = present * self._kv.layout.tokens_per_block
         return request
 
     def more(self, work: PullWork) -> None:
@@ -106,19 +109,20 @@ class Pulls:
             results.append(result)
         return results
 
-    def join(self, key: Key) -> None:
-        """The KV is there: the sequence joins decode's batch. Raises RequestError, with the blocks given
-        back."""
-        request, seal = self._requests.pop(key), self._seals.pop(key)
+    def join(self, key: Key) -> int:
+        """The KV is there: the sequence joins decode's batch. Returns of how many tokens it was there before the pull.
+        Raises RequestError, with the blocks given back."""
+        request, seal, present_tokens = self._requests.pop(key), self._seals.pop(key), self._present.pop(key)
         try:
             self._engine.submit(msgspec.structs.replace(request, first_token=seal.first_token))
         except BaseException:
             self._kv.free(key)
             raise
+        return present_tokens
 
     def drop(self, key: Key) -> None:
         """The KV is not wanted, or did not come: gives the blocks back."""
-        del self._requests[key]
+        del self._requests[key], self._present[key]
         self._seals.pop(key, None)
         self._kv.free(key)
 
@@ -132,7 +136,9 @@ def reserve(engine: Engine, kv: PagedKV, request: EngineRequest) -> tuple[int, .
             f"KV of {tokens} tokens can't be decoded here: the longest sequence has {limits.max_seq_tokens} tokens "
             f"and the pool {limits.kv_blocks} blocks of {limits.tokens_per_block}"
         )
-    blocks = kv.reserve(request.key, tokens, peak_tokens=tokens + request.max_tokens - request.first_index)
+    peak_tokens = tokens + request.max_tokens - request.first_index
+    prompt_ids = request.prompt_ids if request.reuse else ()
+    blocks = kv.reserve(request.key, tokens, peak_tokens=peak_tokens, prompt_ids=prompt_ids)
     if blocks is None:
         raise NoKVError(f"no room for the KV of {tokens} tokens on this instance now")
     return blocks

@@ -32,7 +32,9 @@ MakeEngine = Callable[..., Engine]
 BOTH = pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 
 
-class EngineConformance:
+class EngineTests:
+    """The fixtures of tests that drive an engine through the seam."""
+
     @pytest.fixture
     def make_engine(self) -> MakeEngine:
         raise NotImplementedError
@@ -47,6 +49,8 @@ class EngineConformance:
         assert (load.kv_blocks_free, load.kv_blocks_held) == (driver.engine.limits.kv_blocks, 0)
         assert (load.running, load.waiting, load.queued_tokens) == (0, 0, 0)
 
+
+class EngineConformance(EngineTests):
     def test_a_whole_request_begins_chunks_and_streams_to_its_length(self, driver):
         key = driver.submit(request(1, prompt(70), max_tokens=5))
         driver.finish(key)

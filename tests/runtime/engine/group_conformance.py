@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 from tests.runtime.engine.conformance import EngineConformance, MakeEngine
 from tests.runtime.engine.driver import GREEDY, SEEDED, Driver, prompt, request
+from tests.runtime.engine.serving_conformance import ServingConformance
 from tests.runtime.engine.test_conformance import Stock
 from trtpd_testing.groups import Groups
 
@@ -18,7 +19,7 @@ def stock(groups: Groups) -> Iterator[Stock]:
     stock.close()
 
 
-class TestGroup(EngineConformance):
+class TestGroup(EngineConformance, ServingConformance):
     @pytest.fixture
     def make_engine(self, stock: Stock) -> Iterator[MakeEngine]:
         yield stock.make

@@ -75,7 +75,7 @@ def test_goodput_counts_finished_requests_inside_all_their_targets(state, ttft_s
 def test_a_gauge_goes_out_only_when_it_changed():
     recorder = Recorder()
     metrics = Metrics(recorder, "m")
-    view = {"name": "a", "kv_blocks_free": 5, "running": 1}
+    view = {"name": "a", "kv_blocks_free": 5, "kv_blocks_cached": 2, "running": 1}
     for _ in range(3):
         metrics.gauges({"requests": {"decoding": 2}, "queued": 0, "instances": [view]}, up=["a"])
         metrics.flush()

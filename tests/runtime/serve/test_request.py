@@ -21,7 +21,7 @@ LIMITS = ModelLimits(max_seq_tokens=64, vocab_size=100, end_ids=(2,))
 def tensors(**values):
     made = {}
     for name, value in values.items():
-        if isinstance(value, bytes | str | list):
+        if isinstance(value, bytes | str) or (isinstance(value, list) and isinstance(value[0], bytes | str)):
             items = value if isinstance(value, list) else [value]
             made[name] = np.array([[i.encode() if isinstance(i, str) else i for i in items]], dtype=np.object_)
         else:
