@@ -109,6 +109,7 @@ class Analyzer:
     def run(self, load: Load, requests: int, name: str) -> Latencies:
         """Raises ServeError with the tool's own words if it fails or takes longer than `timeout_s`."""
         export = self.folder / f"{name}.json"
+        export.unlink(missing_ok=True)  # the tool refuses to write over one
         command = self.command(load, requests, export)
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=self.timeout_s, check=False)
