@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import msgspec
 
 from trtpd.build.backends import backend_of
 from trtpd.build.backends.base import Job, Progress
@@ -20,8 +22,9 @@ from trtpd.build.lint import lint_spec, open_model, open_plan, planned_only
 from trtpd.build.machine import Machine, this_machine
 from trtpd.build.manifest import ENGINE_CONFIG, MANIFEST, Manifest, RoleName, read_manifest, write_json
 from trtpd.build.planning import Action, BuildPlan, Former, RolePlan, plan_build
-from trtpd.build.resolve import resolve
+from trtpd.build.resolve import ResolvedPipeline, resolve, wishes_of
 from trtpd.build.spec import ROLES, PipelineSpec
+from trtpd.build.tuning import TuneOptions, tune
 from trtpd.errors import BuildError, InputError, SpecError
 
 Render = Callable[[Path, Manifest], None]
@@ -90,13 +93,14 @@ def build(
     progress: Progress = _no_progress,
     machine: Machine | None = None,
     render: Render = _render,
+    tuning: TuneOptions | None = None,
 ) -> BuildResult:
     """Builds `spec` into the folder `out`; blocks while another build of it runs.
 
     `role` builds only that one and keeps the others of the former build as they are; `force` writes even
     what is unchanged; `dry_run` only says what would be done, and needs no weights. Raises SpecError for what
     lint calls an error, CheckpointError for a bad model, InputError if `out` holds something else, BuildError if it
-    can't be written.
+    can't be written. With `tuning` the build is made, measured, and made again with the settings that were found best.
     """
     out = out.resolve()
     _refuse_other(out)
@@ -117,7 +121,29 @@ def build(
             steps = _steps(out, plan, checkpoint, former)
             return BuildResult(out=out, plan=plan, dry_run=True, steps=tuple(steps), warnings=warnings)
         _make(out, plan, checkpoint, former, render, progress, force=force)
+        if tuning is not None:
+            plan = _tuned_plan(out, pipeline, checkpoint, machine, tuning, progress)
+            _make(out, plan, checkpoint, _former(out), render, progress, force=False)
     return BuildResult(out=out, plan=plan, dry_run=False, warnings=warnings)
+
+
+def _tuned_plan(
+    out: Path,
+    pipeline: ResolvedPipeline,
+    checkpoint: Checkpoint,
+    machine: Machine,
+    tuning: TuneOptions,
+    progress: Progress,
+) -> BuildPlan:
+    """The plan of the build at `out`, made again with what a search finds best for its roles."""
+    spec = pipeline.spec
+    wishes = {role: wishes_of(pool) for role, pool in spec.pools.given().items()}
+    tpot_s = spec.slo.tpot_ms / 1000 if spec.slo.tpot_ms else None
+    work = out.with_name(f".{out.name}.tune")
+    found, records = tune(out, work, wishes, tuning, tpot_s=tpot_s, progress=progress)
+    again = resolve(spec, checkpoint.architecture, machine, tuned=found)
+    plan = plan_build(again, checkpoint, _former(out))
+    return replace(plan, manifest=msgspec.structs.replace(plan.manifest, tuning=records))
 
 
 def refuse_errors(spec: PipelineSpec, checkpoint: Checkpoint, machine: Machine) -> tuple[Finding, ...]:

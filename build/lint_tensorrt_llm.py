@@ -66,6 +66,7 @@ def lint_pipeline(pipeline: ResolvedPipeline, architecture: Architecture, machin
                 version=config.release,
             )
         )
+    findings += _transfer_path(spec.transfer.path)
     findings += _installation(pipeline, machine)
     findings += [found for found in check_descriptors(descriptors) if found.code != "trt_release_unknown"]
     return list(dict.fromkeys(findings))
@@ -115,6 +116,17 @@ def _merged(plan: Descriptor, engine: Descriptor) -> Descriptor:
 def _settings(role: ResolvedRole) -> TensorRTConfig:
     assert role.tensorrt_llm is not None, "resolve made it for this engine"
     return role.tensorrt_llm
+
+
+def _transfer_path(path: str) -> Iterator[Finding]:
+    if path != "auto":
+        yield error(
+            "trt_transfer_path",
+            "transfer.path",
+            (path, "auto"),
+            f"is {path}; executors of TensorRT-LLM move their KV themselves",
+            "leave it at auto, and choose with tensorrt_llm.transceiver",
+        )
 
 
 def _installation(pipeline: ResolvedPipeline, machine: Machine) -> Iterator[Finding]:

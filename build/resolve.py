@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,7 @@ class ResolvedPipeline:
                 "max_step_tokens": profile.max_step_tokens,
                 "chunk_tokens": profile.chunk_tokens,
                 "kv_tokens": profile.kv_blocks * role.layout.tokens_per_block,
+                "widen_weights": profile.widen_weights,
             }
         return data
 
@@ -97,9 +99,15 @@ def model_name(spec: PipelineSpec) -> str:
 
 
 def resolve(
-    spec: PipelineSpec, architecture: Architecture, machine: Machine, *, measure: MeasureStep | None = None
+    spec: PipelineSpec,
+    architecture: Architecture,
+    machine: Machine,
+    *,
+    measure: MeasureStep | None = None,
+    tuned: Mapping[RoleName, RoleWishes] | None = None,
 ) -> ResolvedPipeline:
-    """Fills in every `auto`. What comes out may still be impossible: that is for lint to say.
+    """Fills in every `auto`; `tuned` stands in for what the file says of a role. What comes out may still be
+    impossible: that is for lint to say.
 
     Depends on the machine's sizes but not on how much of them is free, so that a second build finds the same
     values.
@@ -122,7 +130,8 @@ def resolve(
         defaults = None
         if spec.engine == "tensorrt_llm":
             defaults = gpu_roles.role_defaults(spec, role, precision, architecture, machine, layout, prompt)
-        profile = profile_for(role, _wishes(pool), room, layout, tpot_s=tpot_s, measure=measure, defaults=defaults)
+        wishes = (tuned or {}).get(role) or wishes_of(pool)
+        profile = profile_for(role, wishes, room, layout, tpot_s=tpot_s, measure=measure, defaults=defaults)
         profile = _sharing(spec, profile, layout)
         resolved = ResolvedRole(
             role=role,
@@ -161,13 +170,15 @@ def _sharing(spec: PipelineSpec, profile: RoleProfile, layout: KVLayout) -> Role
     )
 
 
-def _wishes(pool: PoolSpec) -> RoleWishes:
+def wishes_of(pool: PoolSpec) -> RoleWishes:
+    """What the file says of a role."""
     return RoleWishes(
         max_batch=pool.max_batch,
         max_step_tokens=pool.max_step_tokens,
         chunk_tokens=pool.chunk_tokens,
         kv_tokens=pool.kv_tokens,
         threads=pool.threads,
+        widen_weights=pool.widen_weights,
     )
 
 

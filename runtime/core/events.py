@@ -42,6 +42,7 @@ class Load:
     `preemptions` counts, since the instance's start, sequences that lost their blocks to others and were computed
     anew. `cached_blocks` of its KV hold beginnings of prompts that others may share (those that no sequence has count
     as free); `evicted` are the hashes, as in `Arrived.block_hashes`, of those that are gone since the last report.
+    `draining`: it takes nothing new and will go when it is empty.
     """
 
     kv_blocks_free: int
@@ -54,6 +55,7 @@ class Load:
     preemptions: int = 0
     cached_blocks: int = 0
     evicted: tuple[int, ...] = ()
+    draining: bool = False
 
 
 # Events from one instance, carried by Step ------------------------------------------------------------------
@@ -203,8 +205,9 @@ class Arrived:
     """A new request. `deadline_s` is an instant; targets are durations from arrival (TTFT) and per token
     (TPOT).
 
-    `model` may be left out while one model is served. `request_id` is unique in the router's life. `block_hashes`
-    are those of the prompt's full blocks, in order (runtime/engine/prefix.py): equal ones are equal beginnings.
+    `model` may be left out while one model is served. `request_id` is unique in the router's life. `priority` above 0
+    goes before others, below 0 after them and is shed first. `block_hashes` are those of the prompt's full blocks, in
+    order, each covering all before it (runtime/engine/prefix.py): equal ones are equal beginnings.
     """
 
     request_id: int
@@ -292,9 +295,11 @@ class ClientGone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drain:
-    """No new work for this instance; what runs there finishes."""
+    """No new work for this instance. What runs there finishes; with `move`, what can run elsewhere goes there,
+    paced."""
 
     instance: str
+    move: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -373,7 +378,8 @@ class Emit:
 class Finish:
     """The request's end. `reason` is "stop", "length", "cancelled", or an error's code with `message` for it.
 
-    `timeline` is the request's whole record, the driver's from here on.
+    `state` may be "refused": it waited, was never begun, and gives way (`reason` as in Refuse). `timeline` is the
+    request's whole record, the driver's from here on.
     """
 
     request_id: int
@@ -381,6 +387,7 @@ class Finish:
     reason: str
     message: str = ""
     timeline: Timeline | None = None
+    retry_after_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

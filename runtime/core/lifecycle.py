@@ -93,7 +93,7 @@ class Timeline:
     def mark_tokens(self, count: int, now_s: float) -> None:
         """Notes `count` tokens handed to the client."""
         self.output_tokens += count
-        self.mark(Instant.FIRST_TOKEN, now_s)
-        self.instants[Instant.LAST_TOKEN] = now_s
-        if self.attempts:
-            self.attempts[-1].instants[Instant.LAST_TOKEN] = now_s
+        own = self.attempts[-1].instants if self.attempts else self.instants
+        if Instant.FIRST_TOKEN not in own:
+            self.mark(Instant.FIRST_TOKEN, now_s)
+        self.instants[Instant.LAST_TOKEN] = own[Instant.LAST_TOKEN] = now_s

@@ -11,13 +11,17 @@ with Preempted in between where the engine took a sequence's blocks for others a
 of CONTEXT_ONLY), and at any time instead: Rejected (never begun, given up, or failed: the engine holds nothing of it),
 or, after `cancel` or `release`, Drained. After the last event of a key (Rejected, Drained, Tokens with `finish`)
 its blocks are free. Each accepted key gets exactly one last event.
+
+An engine that moves its KV itself (`kv` is None) is a SelfMovingEngine. It tells PrefillBegan (without blocks) together
+with PrefillDone or the first Tokens; of GENERATION_ONLY it tells KVArrived before the first Tokens, and until then a
+Rejected means that the KV did not come. What it may still hold of a key after its Rejected counts in its load.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
@@ -81,6 +85,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     `first_index`) was drawn by prefill and reported; it is not in the KV yet, and the first Tokens event
     starts at first_index + 1. Of the lowest `priority` the youngest is preempted first. With `reuse` false its KV
     neither comes from the prefix cache nor goes there (KV that is no model's, and prompts that measure a prefill).
+    `hand_off` comes with GENERATION_ONLY to an engine that moves its KV itself: the state that the prefilling one gave.
     """
 
     request_id: int
@@ -93,6 +98,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     first_token: int | None = None
     priority: int = 0
     reuse: bool = True
+    hand_off: bytes = b""
 
     @property
     def key(self) -> Key:
@@ -129,7 +135,16 @@ class PrefillDone(msgspec.Struct, frozen=True, kw_only=True):
     top_log_probs: tuple[tuple[int, float], ...] = ()
 
 
-EngineEvent = PrefillBegan | PrefillChunk | PrefillDone | Tokens | Preempted | Drained | Rejected
+class KVArrived(msgspec.Struct, frozen=True, kw_only=True):
+    """A SelfMovingEngine has fetched the KV of a GENERATION_ONLY request."""
+
+    request_id: int
+    attempt: int
+    bytes_moved: int
+    seconds: float
+
+
+EngineEvent = PrefillBegan | PrefillChunk | PrefillDone | KVArrived | Tokens | Preempted | Drained | Rejected
 
 
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -218,3 +233,28 @@ class Engine(Protocol):
 
     def shutdown(self) -> None:
         """Frees everything, shared memory included. Idempotent."""
+
+
+@runtime_checkable
+class SelfMovingEngine(Engine, Protocol):
+    """An engine that moves its KV itself; the transport is "opaque". `kv` is None."""
+
+    @property
+    def layout(self) -> KVLayout:
+        """By which two such engines know that they can exchange KV."""
+
+    def hand_off_of(self, key: Key) -> bytes:
+        """The state another engine of its kind fetches the KV by, from PrefillDone until the key's last event."""
+
+    def has_room(self, tokens: int) -> bool:
+        """Whether a sequence that grows to so many tokens fits beside what is promised already."""
+
+
+class RankFollower(Protocol):
+    """A rank of a group other than the first."""
+
+    def run(self) -> None:
+        """Computes what the first rank tells it, until that dismisses it. Raises EngineError."""
+
+    def close(self) -> None:
+        """Lets go of everything. Idempotent."""

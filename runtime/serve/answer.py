@@ -79,8 +79,8 @@ class Answer:
         if finish.timeline is not None:
             timeline = report(finish.timeline, finish=reason, second_token_s=self._second_token_s)
         failure = None
-        if finish.state == State.FAILED:
-            failure = failure_of(finish.reason, finish.message)
+        if finish.state in (State.FAILED, State.REFUSED):
+            failure = failure_of(finish.reason, finish.message, retry_after_s=finish.retry_after_s)
         end = End(
             finish_reason=reason,
             timeline=to_json(timeline) if timeline is not None else "",

@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from trtpd.errors import InternalError, NoInstanceError, ServeError, TrtpdError
+from trtpd.errors import NoInstanceError, ServeError, TrtpdError
 from trtpd.runtime.core import events as core
 from trtpd.runtime.engine.base import EngineRequest, RequestKind, Sampling
 from trtpd.runtime.serve.answer import Answer, failure_of
@@ -75,6 +75,8 @@ class Prepared:
     tpot_s: float | None = None
     block_hashes: tuple[int, ...] = ()
     reuse: bool = False
+    priority: int = 0
+    tenant: str = ""
 
 
 @dataclass(slots=True)
@@ -244,6 +246,8 @@ class Driver:
                 ttft_s=prepared.ttft_s,
                 tpot_s=prepared.tpot_s,
                 block_hashes=prepared.block_hashes,
+                priority=prepared.priority,
+                tenant=prepared.tenant,
             )
         )
 
@@ -280,7 +284,11 @@ class Driver:
             case core.Quarantine():
                 log.warning("%s gets no work for now: %s", command.instance, command.reason)
             case core.SwitchRole():
-                raise InternalError(f"the core asked {command.instance} to become {command.role}; not supported")
+                log.warning(
+                    "%s should become a %s instance; this deployment switches no roles: load one more and drain it",
+                    command.instance,
+                    command.role,
+                )
 
     def _emit(self, command: core.Emit) -> None:
         live = self._live[command.request_id]
@@ -332,6 +340,7 @@ class Driver:
             max_tokens=prepared.max_tokens,
             sampling=prepared.sampling,
             first_index=len(command.journal),
+            priority=prepared.priority,
             reuse=prepared.reuse,
         )
 

@@ -31,6 +31,10 @@ COUNTERS = {
     "trtpd_transfer_bytes_total": "KV bytes moved from prefill to decode",
     "trtpd_transfer_seconds_total": "Time spent moving KV",
     "trtpd_transfer_exposed_seconds_total": "The part of it that clients waited for",
+    "trtpd_placements_total": "Requests placed, by why there: pair, mixed, local, or the reason of a fallback",
+    "trtpd_shed_total": "Requests refused for lack of capacity, by reason",
+    "trtpd_moves_total": "Sessions moved from one decode instance to another, by reason",
+    "trtpd_ladder_changes_total": "Moves of the degradation ladder, by new rung and reason",
 }
 HISTOGRAMS = {
     "trtpd_ttft_seconds": ("Arrival to first token", TTFT_BUCKETS_S),
@@ -43,7 +47,20 @@ GAUGES = {
     "trtpd_kv_blocks_free": "Free KV blocks of an instance",
     "trtpd_kv_blocks_cached": "KV blocks of an instance that hold beginnings of prompts for others to share",
     "trtpd_instance_running": "Sequences in an instance's batch",
+    "trtpd_instance_slowness": "Step times of an instance by what is predicted of them",
+    "trtpd_instance_quarantined": "1 while the instance gets no work because it was lost again and again",
+    "trtpd_ladder_rung": "Rung of the degradation ladder, 0 (normal) to 4 (refuse)",
+    "trtpd_pressure": "How near the deployment is to missing its targets; 1 is the point at which it does",
+    "trtpd_oldest_queued_seconds": "How long the longest waiting request has waited",
 }
+
+SNAPSHOT_COUNTERS = (
+    ("placed", "trtpd_placements_total", "reason"),
+    ("shed", "trtpd_shed_total", "reason"),
+    ("moves", "trtpd_moves_total", "reason"),
+    ("rungs", "trtpd_ladder_changes_total", "change"),
+)
+"""(part of the router's snapshot, metric, label)."""
 
 Labels = tuple[tuple[str, str], ...]
 
@@ -74,6 +91,7 @@ class Metrics:
         self._observed: list[tuple[str, Labels, float]] = []
         self._gauges: dict[tuple[str, Labels], float] = {}
         self._sent_gauges: dict[tuple[str, Labels], float] = {}
+        self._former: dict[tuple[str, str], int] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
 
@@ -98,12 +116,27 @@ class Metrics:
         """What the router's snapshot says now; `up` are the instances that are registered."""
         self.gauge("trtpd_requests_in_flight", sum(router["requests"].values()))
         self.gauge("trtpd_requests_queued", router["queued"])
+        self.gauge("trtpd_ladder_rung", router["ladder"]["rung"])
+        self.gauge("trtpd_pressure", router["ladder"]["pressure"])
+        self.gauge("trtpd_oldest_queued_seconds", max((view["oldest_s"] for view in router["queues"]), default=0.0))
+        for key, name, label in SNAPSHOT_COUNTERS:
+            for reason, number in router[key].items():
+                self._grown(name, label, reason, number)
         for view in router["instances"]:
             name = view["name"]
             self.gauge("trtpd_instance_up", float(name in up), instance=name)
             self.gauge("trtpd_kv_blocks_free", view["kv_blocks_free"], instance=name)
             self.gauge("trtpd_kv_blocks_cached", view["kv_blocks_cached"], instance=name)
             self.gauge("trtpd_instance_running", view["running"], instance=name)
+            self.gauge("trtpd_instance_slowness", round(view["slowness"], 2), instance=name)
+            self.gauge("trtpd_instance_quarantined", float(view["quarantined_for_s"] > 0.0), instance=name)
+
+    def _grown(self, name: str, label: str, reason: str, number: int) -> None:
+        """Counts what a counter of the router has grown by since the last snapshot."""
+        more = number - self._former.get((name, reason), 0)
+        if more > 0:
+            self._former[(name, reason)] = number
+            self.count(name, more, **{label: reason})
 
     def ended(
         self, timeline: TimelineReport, *, state: str, reason: str, ttft_s: float | None, tpot_s: float | None

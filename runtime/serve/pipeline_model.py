@@ -23,6 +23,7 @@ from trtpd.build.manifest import Manifest, read_engine_config, read_manifest
 from trtpd.errors import NoInstanceError, ServeError, TrtpdError
 from trtpd.runtime.core.policy import Policy
 from trtpd.runtime.core.router import RouterCore
+from trtpd.runtime.core.score import Weights
 from trtpd.runtime.engine.base import Sampling
 from trtpd.runtime.engine.prefix import BlockHasher
 from trtpd.runtime.engine.sampling import mix
@@ -161,8 +162,15 @@ class PipelineModel:
 
 
 class _Scheduler(msgspec.Struct, frozen=True):
+    """What follows `max_queue` is absent in builds made before it was known."""
+
     deadline_s: float
     max_queue: int
+    refuse_late: bool = True
+    local_prompt_tokens: int = 0
+    held_kv: float = 0.5
+    tenants: dict[str, float] = {}
+    weights: dict[str, float] = {}
 
 
 class _KV(msgspec.Struct, frozen=True):
@@ -215,7 +223,15 @@ class Sharing:
 
 def policy_of(manifest: Manifest) -> Policy:
     """The router's constants as the pipeline file sets them."""
-    return Policy(queue_limit=_settings(manifest).scheduler.max_queue)
+    scheduler = _settings(manifest).scheduler
+    return Policy(
+        queue_limit=scheduler.max_queue,
+        refuse_late=scheduler.refuse_late,
+        local_tokens=scheduler.local_prompt_tokens,
+        held_watermark=scheduler.held_kv,
+        tenant_weights=scheduler.tenants,
+        weights=Weights(**scheduler.weights),
+    )
 
 
 def limits_of(build: Path, manifest: Manifest, text: TextLayer) -> ModelLimits:
@@ -248,6 +264,8 @@ def prepare(asked: Asked, text: TextLayer, limits: ModelLimits, sharing: Sharing
         echo=asked.echo,
         ttft_s=asked.ttft_s,
         tpot_s=asked.tpot_s,
+        priority=asked.priority,
+        tenant=asked.tenant,
     )
 
 

@@ -19,6 +19,8 @@ from trtpd.runtime.serve.text import Message, TextLayer, parse_messages
 MAX_STOP_WORDS = 64
 MAX_STOP_CHARS = 1024
 ANSWERS_AT_MOST = 16
+MAX_PRIORITY = 8
+MAX_TENANT_CHARS = 64
 
 HONOURED = (
     "text_input",
@@ -36,12 +38,13 @@ HONOURED = (
     "ttft_ms",
     "tpot_ms",
     "deadline_ms",
+    "priority",
+    "tenant",
 )
 """`pad_id` needs no more: nothing is padded."""
 
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "beam_width": (1,),
-    "priority": (0,),
     "length_penalty": (0.0, 1.0),
     "return_context_logits": (False,),
     "return_generation_logits": (False,),
@@ -75,7 +78,11 @@ class ModelLimits:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
     """One generation request, values in range, not tokenised yet. `max_tokens` is at least 1. `words` belong to
-    `sampling` once they are tokens; `answers` of it are wanted."""
+    `sampling` once they are tokens; `answers` of it are wanted.
+
+    `priority` above 0 goes before other requests, below 0 after them and is shed first; `tenant` is who shares with
+    whom.
+    """
 
     prompt: str | tuple[Message, ...]
     max_tokens: int
@@ -90,6 +97,8 @@ class Asked:
     deadline_s: float
     ttft_s: float | None
     tpot_s: float | None
+    priority: int
+    tenant: str
 
 
 def parse(
@@ -120,7 +129,16 @@ def parse(
         deadline_s=limits.deadline_s if deadline_s is None else deadline_s,
         ttft_s=_or(inputs.milliseconds("ttft_ms"), limits.ttft_s),
         tpot_s=_or(inputs.milliseconds("tpot_ms"), limits.tpot_s),
+        priority=inputs.integer("priority", low=-MAX_PRIORITY, high=MAX_PRIORITY) or 0,
+        tenant=_tenant(inputs),
     )
+
+
+def _tenant(inputs: Inputs) -> str:
+    tenant = inputs.text("tenant") or ""
+    if len(tenant) > MAX_TENANT_CHARS:
+        raise RequestError(f"tenant has {len(tenant)} characters; at most {MAX_TENANT_CHARS} are taken")
+    return tenant
 
 
 def _or(given: float | None, default: float | None) -> float | None:

@@ -208,7 +208,7 @@ def worker_command(build: Path, instance: str) -> WorkerCommand:
         router=os.environ["TRTPD_ROUTER"],
         run_dir=Path(os.environ["TRTPD_RUN_DIR"]),
         keys=Path(keys) if keys else None,
-        ranks=config.tp,
+        ranks=config.processes,
         hosts=hosts_of(read_manifest(build).settings, config.role),
         gpus=binding_for(instance),
     )

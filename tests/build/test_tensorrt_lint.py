@@ -95,6 +95,7 @@ PIPELINE_FAULTS: list[tuple[str, str, str, dict[str, Any], dict[str, Any]]] = [
     ("trt_kv_dtype_weights", "error", "pools.decode.kv_dtype", LLAMA_8B, {"kv": {"dtype": "f16"}}),
     ("trt_kv_dtype_weights", "error", "pools.decode.kv_dtype", LLAMA_8B | FP8, {"kv": {"dtype": "fp8"}}),
     ("trt_kv_fmha", "error", "pools.decode", LLAMA_8B, {"kv": {"dtype": "fp8"}}),
+    ("trt_transfer_path", "error", "transfer.path", EIGHT_KV_HEADS, {"transfer": {"path": "shm"}}),
     ("trt_f32", "warning", "pools.prefill.precision", EIGHT_KV_HEADS, {"precision": "f32"} | trt(max_prompt_tokens=99)),
     ("trt_gpu_memory", "error", "pools.prefill.tp", LLAMA_70B, pools({"tp": 1}) | {"kv": {"max_seq_tokens": 8192}}),
 ]  # fmt: skip
@@ -114,7 +115,7 @@ GOOD: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (LLAMA_70B, trt(gpu="h200")),
     (LLAMA_8B | FP8, {}),
     (LLAMA_8B | FP8, trt(gpu="b200")),
-    (LLAMA_8B | {"architectures": ["MistralForCausalLM"]}, {}),
+    (LLAMA_8B | {"architectures": ["MistralForCausalLM"], "sliding_window": 131072}, {}),
     (LLAMA_8B | {"architectures": ["Qwen3ForCausalLM"]}, {"precision": "f16"}),
     (LLAMA_8B, pools(tp=2) | {"precision": "int8"}),
     (LLAMA_8B, {"pools": {"mixed": {"tp": 1}}}),

@@ -16,7 +16,7 @@ from trtpd_testing.tiny import make_machine
 from trtpd.build.backends.tensorrt_llm.flags import FLAGS, flag_fault
 from trtpd.build.backends.tensorrt_llm.release import choose_release, parse_release
 from trtpd.build.builder import build
-from trtpd.build.families import ALL_FAMILIES
+from trtpd.build.families import CONVERTED
 from trtpd.build.hf_config import architecture_from_config
 from trtpd.build.manifest import TensorRTConfig
 from trtpd.build.resolve import ResolvedPipeline, resolve
@@ -30,7 +30,7 @@ def resolved(config: dict[str, Any] = LLAMA_8B, *, fp8: bool = False, **keys: An
     if fp8:
         quantization = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": {"num_bits": 8}}
         config = config | {"quantization_config": quantization}
-    architecture = architecture_from_config(config, Path("config.json"), ALL_FAMILIES)
+    architecture = architecture_from_config(config, Path("config.json"), CONVERTED)
     spec = parse_spec({"model": "m", "engine": "tensorrt_llm", "pools": P2D4} | keys)
     return resolve(spec, architecture, make_machine())
 
@@ -122,7 +122,7 @@ def test_speculative_decoding_is_decodes_and_widens_its_step() -> None:
 
 
 def test_a_measured_knee_is_never_below_8192() -> None:
-    architecture = architecture_from_config(LLAMA_8B, Path("config.json"), ALL_FAMILIES)
+    architecture = architecture_from_config(LLAMA_8B, Path("config.json"), CONVERTED)
     spec = parse_spec({"model": "m", "engine": "tensorrt_llm", "pools": P2D4, "slo": {"tpot_ms": 20}})
 
     def measure(_role: str, count: int) -> float:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 import pytest
 from msgspec.structs import replace
 from tests.runtime.engine import tiny
-from tests.runtime.engine.conformance import EngineConformance, MakeEngine
+from tests.runtime.engine.conformance import MakeEngine
+from tests.runtime.engine.paged_conformance import PagedConformance
 from tests.runtime.engine.serving_conformance import (
     PreemptionConformance,
     PrefixCacheConformance,
@@ -83,21 +84,21 @@ def openvino_ranks_stock(tmp_path_factory) -> Iterator[Stock]:
     stock.close()
 
 
-class TestOpenVINO(EngineConformance):
+class TestOpenVINO(PagedConformance):
     @pytest.fixture
     def make_engine(self, openvino_stock: Stock) -> Iterator[MakeEngine]:
         yield openvino_stock.make
         openvino_stock.take_back()
 
 
-class TestEmulated(EngineConformance, ServingConformance):
+class TestEmulated(PagedConformance, ServingConformance):
     @pytest.fixture
     def make_engine(self, emulated_stock: Stock) -> Iterator[MakeEngine]:
         yield emulated_stock.make
         emulated_stock.take_back()
 
 
-class TestOpenVINOOfTwoRanks(EngineConformance):
+class TestOpenVINOOfTwoRanks(PagedConformance):
     @pytest.fixture
     def make_engine(self, openvino_ranks_stock: Stock) -> Iterator[MakeEngine]:
         yield openvino_ranks_stock.make
