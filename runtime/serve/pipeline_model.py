@@ -178,6 +178,8 @@ class _KV(msgspec.Struct, frozen=True):
 
 
 class _Slo(msgspec.Struct, frozen=True):
+    """A target that the pipeline file leaves open is left out of the manifest."""
+
     ttft_ms: float | None = None
     tpot_ms: float | None = None
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn, TypeAlias
 
-from trtpd import __version__, commands
+from trtpd import __version__, commands, perf_cli
 from trtpd.console import say
 from trtpd.errors import TrtpdError
 
@@ -86,7 +86,20 @@ def parser() -> Parser:
     top = Parser(prog="trtpd", description="Prefill and decode as two engines behind Triton, with KV moved between.")
     top.add_argument("--version", action="version", version=f"trtpd {__version__}")
     subs = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (_fetch, _init, _lint, _build, _keys, _serve, _generate, _status, _doctor):
+    for add in (
+        _fetch,
+        _init,
+        _lint,
+        _build,
+        _keys,
+        _serve,
+        _generate,
+        _status,
+        _bench,
+        _perf_analyzer,
+        _compare,
+        _doctor,
+    ):
         add(subs)
     return top
 
@@ -207,6 +220,39 @@ def _status(subs: Subparsers) -> None:
     _url(sub)
     sub.add_argument("--watch", action="store_true", help="again every second until Ctrl-C")
     sub.set_defaults(run=commands.status)
+
+
+def _bench(subs: Subparsers) -> None:
+    sub = _command(
+        subs,
+        "bench",
+        "drive a running server with a workload and report goodput, TTFT, TPOT and ITL",
+        "trtpd bench --workload mixed --rate 2 --ttft-ms 1000 --tpot-ms 80 -o report",
+    )
+    perf_cli.add_bench(sub)
+    sub.set_defaults(run=perf_cli.bench)
+
+
+def _perf_analyzer(subs: Subparsers) -> None:
+    sub = _command(
+        subs,
+        "perf-analyzer",
+        "run NVIDIA's perf_analyzer with inputs made for these models, its figures beside ours",
+        "trtpd perf-analyzer --model pd --concurrency 1,4 --rates 2",
+    )
+    perf_cli.add_perf_analyzer(sub)
+    sub.set_defaults(run=perf_cli.perf_analyzer)
+
+
+def _compare(subs: Subparsers) -> None:
+    sub = _command(
+        subs,
+        "compare",
+        "measure colocated, colocated with chunked prefill and disaggregated on the same cores",
+        "trtpd compare BUILD --workload mixed --budget-s 3600",
+    )
+    perf_cli.add_compare(sub)
+    sub.set_defaults(run=perf_cli.compare)
 
 
 def _doctor(subs: Subparsers) -> None:
