@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from trtpd.errors import InternalError
 from trtpd.runtime.core.cost import Costs, StepWork
 from trtpd.runtime.core.events import Hello, Load, Role
-from trtpd.runtime.core.instance import GroupKey, Hold, Instance
+from trtpd.runtime.core.instance import GroupKey, Hold, Instance, group_key
 from trtpd.runtime.core.prefix import Prefixes
 from trtpd.runtime.core.ranks import REPORTS_PER_REFRESH, Limits, Table
 
@@ -70,7 +70,7 @@ class Cluster:
         old = self.instances.get(hello.instance)
         if old is not None:
             self._unlist(old)
-        key = (hello.model, hello.fingerprint, hello.pairing_key)
+        key = group_key(hello)
         groups = self.groups.setdefault(hello.model, {})
         if key not in groups:
             groups[key] = Group(self.costs, self._limits)

@@ -62,6 +62,10 @@ class Hold:
         return self.side != "prefill" and not self.closing
 
 
+def group_key(hello: Hello) -> GroupKey:
+    return (hello.model, hello.fingerprint, hello.pairing_key, OPAQUE in hello.transports)
+
+
 class Instance:
     """One prefill, decode or mixed instance, with what was placed on it. Changed only by Cluster.
 
@@ -138,8 +142,7 @@ class Instance:
 
     @property
     def group_key(self) -> GroupKey:
-        hello = self.hello
-        return (hello.model, hello.fingerprint, hello.pairing_key, OPAQUE in hello.transports)
+        return group_key(self.hello)
 
     @property
     def placed(self) -> int:
