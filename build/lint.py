@@ -22,6 +22,7 @@ from trtpd.build.manifest import (
     Manifest,
     RoleName,
     current_features,
+    is_elastic,
     load_faults,
     read_engine_config,
     read_manifest,
@@ -192,6 +193,7 @@ def _deployment(manifest: Manifest, configs: dict[RoleName, EngineConfig]) -> De
         architecture=first.architecture,
         max_seq_tokens=max(config.max_seq_tokens for config in configs.values()),
         roles=roles,
+        elastic=is_elastic(manifest),
     )
 
 
