@@ -36,6 +36,12 @@ class Limits:
     batch_s: float = 0.1
 
 
+def per_token_s(one_s: float, each_s: float, sequences: int, max_batch: int) -> float:
+    """What each of so many sequences waits for a token: a step, or more where they exceed the batch and take turns."""
+    inside = min(sequences, max_batch)
+    return (one_s + each_s * (inside - 1)) * sequences / inside
+
+
 class Table:
     """Instances of one role in one group. Columns, each as long as there are instances:
 
@@ -47,7 +53,7 @@ class Table:
     sequences     that decode there or will · left: tokens they will write yet, all together
     one_s         a step of one sequence · each_s: what each further one adds
     flows         transfers into or out of it · host: a number for it
-    joined_s      a step once one more has joined; 0 while there is none, where no target forbids it
+    joined_s      the time of a token once one more has joined; 0 while there is none, where no target forbids it
 
     wait_s        seconds of prompts that wait there · token_s: seconds per prompt token
 
@@ -137,7 +143,7 @@ class Table:
             instance.left_tokens,
             one_s,
             each_s,
-            one_s + each_s * sequences if sequences else 0.0,
+            per_token_s(one_s, each_s, sequences + 1, hello.max_batch) if sequences else 0.0,
             wait_s + instance.jitter,
             token_s,
             limits.tpot_s * step_s * step_s,

@@ -115,12 +115,13 @@ class Server:
 
 
 @contextmanager
-def serving(build: Path, log: Path) -> Iterator[Server]:
-    """A server on free ports, stopped with SIGINT at the end unless the test stopped it."""
+def serving(build: Path, log: Path, *arguments: str) -> Iterator[Server]:
+    """A server on free ports, stopped with SIGINT at the end unless the test stopped it. `arguments` are further ones
+    of `trtpd serve`."""
     before = orphans_in_shm()
     with log.open("w") as errors:
         process = subprocess.Popen(
-            [*TRTPD, "serve", str(build), "--http", "0", "--grpc", "0", "--metrics", "0", "--json"],
+            [*TRTPD, "serve", str(build), "--http", "0", "--grpc", "0", "--metrics", "0", "--json", *arguments],
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
