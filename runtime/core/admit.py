@@ -154,7 +154,8 @@ def _decoders(books: Books, model: str) -> list[Table]:
 
 
 def _ends_per_s(table: Table) -> float:
-    """Sequences that end there a second: each writes a token a step and has so many left."""
+    """Sequences that end there a second, on the whole: each writes a token a step, and a usual answer takes as many
+    steps as it has tokens. Where those that run have more than that left, so many."""
     busy = (table.sequences > 0.0) & (table.capacity >= 0.0)
     if not busy.any():
         return 0.0
@@ -162,7 +163,7 @@ def _ends_per_s(table: Table) -> float:
     batch = np.fromiter((instance.hello.max_batch for instance in table.instances), float, len(table))[busy]
     inside = np.minimum(sequences, batch)
     step_s = table.one_s[busy] + table.each_s[busy] * (inside - 1.0)
-    left = np.maximum(table.left[busy] / sequences, 1.0)
+    left = np.maximum(table.left[busy] / sequences, max(table.usual_tokens, 1.0))
     return float((inside / (left * np.maximum(step_s, 1e-6))).sum())
 
 
