@@ -34,8 +34,9 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What an instance reports with every step. `queued_tokens` are prompt tokens accepted and not yet
-    computed."""
+    """What an instance reports with every step. `queued_tokens` are prompt tokens accepted and not yet computed;
+    `strangers`, `stalled` and `refused` count who came to its data plane in vain since it started (kv_transfer's
+    Visits)."""
 
     kv_blocks_free: int
     kv_blocks_held: int = 0
@@ -44,6 +45,9 @@ class Load:
     queued_tokens: int = 0
     step_s: float = 0.0
     step_tokens: int = 0
+    strangers: int = 0
+    stalled: int = 0
+    refused: int = 0
 
 
 # Events from one instance, carried by Step ------------------------------------------------------------------

@@ -57,6 +57,9 @@ def instance_view(instance: Instance, now_s: float) -> dict[str, Any]:
         "kv_blocks_free": load.kv_blocks_free,
         "kv_blocks_held": load.kv_blocks_held,
         "kv_blocks_promised": instance.committed_blocks,
+        "strangers": load.strangers,
+        "stalled": load.stalled,
+        "refused": load.refused,
         "losses": len(instance.losses_s),
         "transports": list(hello.transports),
     }

@@ -29,7 +29,9 @@ COUNTERS = {
     "trtpd_transfer_bytes_total": "KV bytes moved from prefill to decode",
     "trtpd_transfer_seconds_total": "Time spent moving KV",
     "trtpd_transfer_exposed_seconds_total": "The part of it that clients waited for",
+    "trtpd_data_plane_visits_total": "Connections to KV ports that were not served: strangers, stalled, refused",
 }
+VISITS = ("strangers", "stalled", "refused")
 HISTOGRAMS = {
     "trtpd_ttft_seconds": ("Arrival to first token", TTFT_BUCKETS_S),
     "trtpd_tpot_seconds": ("Mean gap between the tokens of a request", TPOT_BUCKETS_S),
@@ -71,6 +73,7 @@ class Metrics:
         self._observed: list[tuple[str, Labels, float]] = []
         self._gauges: dict[tuple[str, Labels], float] = {}
         self._sent_gauges: dict[tuple[str, Labels], float] = {}
+        self._visits: dict[tuple[str, str], tuple[str, int]] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
 
@@ -100,6 +103,17 @@ class Metrics:
             self.gauge("trtpd_instance_up", float(name in up), instance=name)
             self.gauge("trtpd_kv_blocks_free", view["kv_blocks_free"], instance=name)
             self.gauge("trtpd_instance_running", view["running"], instance=name)
+            for kind in VISITS:
+                self._count_up(view[kind], view["generation"], instance=name, kind=kind)
+
+    def _count_up(self, total: int, generation: str, *, instance: str, kind: str) -> None:
+        """What an instance counts itself, from 0 in every generation."""
+        known, counted = self._visits.get((instance, kind), (generation, 0))
+        if known != generation:
+            counted = 0
+        self._visits[instance, kind] = (generation, total)
+        if total > counted:
+            self.count("trtpd_data_plane_visits_total", total - counted, instance=instance, kind=kind)
 
     def ended(
         self, timeline: TimelineReport, *, state: str, reason: str, ttft_s: float | None, tpot_s: float | None

@@ -44,7 +44,9 @@ class _TransferSection(msgspec.Struct, frozen=True):
 
     lease_s: float = 10.0
     digests: bool = True
-    one_piece_tokens: int = 128
+    digest_every: int = 1
+    convert_dtype: bool = False
+    one_piece_tokens: int = 256
     path: str = "auto"
     listen: str = "127.0.0.1"
 
@@ -102,7 +104,7 @@ def assemble(place: Place, ranks: Ranks | None = None) -> Worker:
         rate = warm_up(engine)
         settings = transfer_settings(place, generation, manifest)
         transports = transports_of(settings)
-        hello = hello_of(place.instance, generation, config, engine, transports, prefill_tokens_per_s=rate)
+        hello = hello_of(settings, config, engine, transports, prefill_tokens_per_s=rate)
         pools = pools_of(engine, place.instance)
         parts.callback(pools.close_attached)
         source, sink = hand_off_of(engine, pools, hello, settings)
@@ -225,8 +227,7 @@ def settle_on_cores(cores: tuple[int, ...], instance: str) -> None:
 
 
 def hello_of(
-    instance: str,
-    generation: str,
+    settings: TransferSettings,
     config: EngineConfig,
     engine: Engine,
     transports: tuple[str, ...],
@@ -236,12 +237,12 @@ def hello_of(
     """How this instance registers: as what it has loaded, whatever its build's manifest says by now."""
     limits = engine.limits
     return Hello(
-        instance=instance,
-        generation=generation,
+        instance=settings.instance,
+        generation=settings.generation,
         role=config.role,
         model=config.model,
         fingerprint=config.pair_fingerprint,
-        pairing_key=config.layout.pairing_key,
+        pairing_key=config.layout.pairing_key_for(convert_dtype=settings.convert_dtype),
         host=socket.gethostname(),
         kv_blocks=limits.kv_blocks,
         tokens_per_block=limits.tokens_per_block,
@@ -261,7 +262,8 @@ def transfer_settings(place: Place, generation: str, manifest: Manifest) -> Tran
         instance=place.instance,
         generation=generation,
         lease_s=section.lease_s,
-        digest_every=1 if section.digests else 0,
+        digest_every=section.digest_every if section.digests else 0,
+        convert_dtype=section.convert_dtype,
         one_piece_tokens=section.one_piece_tokens,
         path=section.path,
         listen=section.listen,

@@ -13,7 +13,7 @@ from trtpd.errors import EngineError
 from trtpd.runtime.engine.mpi import MEND
 
 FIND_S = 60.0
-FORWARDED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH")
+FORWARDED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "GLIBC_TUNABLES")
 """Variables that ranks on other hosts get too."""
 
 _PROBE = """

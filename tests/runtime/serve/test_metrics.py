@@ -72,10 +72,26 @@ def test_goodput_counts_finished_requests_inside_all_their_targets(state, ttft_s
     assert judged == {("trtpd_requests_judged_total", ("inside", inside)): 1}
 
 
+def view_of(**changes):
+    view = {"name": "a", "generation": "g1", "kv_blocks_free": 5, "running": 1}
+    return view | {"strangers": 0, "stalled": 0, "refused": 0} | changes
+
+
+def test_strangers_at_a_data_port_are_counted_across_restarts_of_the_instance():
+    recorder = Recorder()
+    metrics = Metrics(recorder, "m")
+    lives = (("g1", 0), ("g1", 2), ("g1", 2), ("g2", 1), ("g2", 4))
+    for generation, strangers in lives:
+        view = view_of(generation=generation, strangers=strangers)
+        metrics.gauges({"requests": {}, "queued": 0, "instances": [view]}, up=["a"])
+    metrics.flush()
+    assert [value for key, value in recorder.sums.items() if key[0] == "trtpd_data_plane_visits_total"] == [6]
+
+
 def test_a_gauge_goes_out_only_when_it_changed():
     recorder = Recorder()
     metrics = Metrics(recorder, "m")
-    view = {"name": "a", "kv_blocks_free": 5, "running": 1}
+    view = view_of()
     for _ in range(3):
         metrics.gauges({"requests": {"decoding": 2}, "queued": 0, "instances": [view]}, up=["a"])
         metrics.flush()
