@@ -22,7 +22,7 @@ from trtpd.build.manifest import (
     rebuild,
 )
 from trtpd.build.roles import split_cores
-from trtpd.errors import EngineError, InputError
+from trtpd.errors import EngineError, InputError, LeaseError
 from trtpd.kv_transfer.base import KVSink, KVSource, TransferSettings
 from trtpd.kv_transfer.factory import make_sink, make_source, transports_of
 from trtpd.kv_transfer.ranks import RankPools
@@ -280,7 +280,13 @@ def pools_of(engine: Engine, instance: str) -> RankPools:
             f"the engine of {instance} moves its KV itself, which this version can't drive; "
             f"use an engine with a paged KV pool"
         )
-    return RankPools.of_group(kv.pool, kv.others)
+    try:
+        return RankPools.of_group(kv.pool, kv.others)
+    except LeaseError as error:
+        raise EngineError(
+            f"{instance}: rank 0 moves the KV of all its ranks and can't map that of another ({error}); ranks may be "
+            "on other hosts (pools.*.hosts) only where all see one /dev/shm: give each host an instance of its own"
+        ) from error
 
 
 def hand_off_of(

@@ -116,15 +116,25 @@ def flip_kv(server: Server, build: Path, instance: str) -> None:
 
 @contextmanager
 def full_shm(server: Server) -> Iterator[None]:
-    """Its /dev/shm has no room meanwhile."""
-    filler = shm_of(server) / "filler"
+    """Its /dev/shm has no room meanwhile, whatever is let go of there."""
+    filler, stop = shm_of(server) / "filler", threading.Event()
+
+    def fill() -> None:
+        while not stop.wait(0.01):
+            stat = os.statvfs(filler)
+            if stat.f_bavail:
+                os.posix_fallocate(file.fileno(), os.fstat(file.fileno()).st_size, stat.f_bavail * stat.f_frsize)
+
     with filler.open("wb") as file:
-        stat = os.statvfs(filler)
-        os.posix_fallocate(file.fileno(), 0, stat.f_bavail * stat.f_frsize)
-    try:
-        yield
-    finally:
-        filler.unlink()
+        filling = threading.Thread(target=fill)
+        filling.start()
+        try:
+            server.until(lambda _: os.statvfs(filler).f_bavail == 0)
+            yield
+        finally:
+            stop.set()
+            filling.join()
+            filler.unlink()
 
 
 class Meddler:
