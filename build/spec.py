@@ -158,6 +158,14 @@ class SchedulerSpec(_Section):
     max_queue: Count = Field(default=256, description="requests that may wait; further ones are refused")
 
 
+class StreamingSpec(_Section):
+    """How answers go out."""
+
+    interval_tokens: Count = Field(
+        default=1, description="tokens of a response, the first and last aside; more of them cost the router less"
+    )
+
+
 class EmulatedSpec(_Section):
     """Cost model of `engine: emulated`: what a step takes is the sum of these."""
 
@@ -230,6 +238,7 @@ class PipelineSpec(_Section):
         description="targets a request is judged by unless it brings its own",
     )
     scheduler: SchedulerSpec = Field(default_factory=lambda: SchedulerSpec(), description="the router")
+    streaming: StreamingSpec = Field(default_factory=lambda: StreamingSpec(), description="how answers go out")
     emulated: EmulatedSpec = Field(
         default_factory=lambda: EmulatedSpec(), description="cost model of `engine: emulated`"
     )

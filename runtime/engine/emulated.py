@@ -10,10 +10,9 @@ again, so that a step costs the same however long its sequences are.
 
 from __future__ import annotations
 
-import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Self
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
+from xxhash import xxh3_64_intdigest as xxh3
 
 from trtpd.build.manifest import EngineConfig
 from trtpd.errors import EngineError
@@ -35,6 +34,7 @@ from trtpd.runtime.engine.steps import Step
 
 U64 = npt.NDArray[np.uint64]
 _WORD = (1 << 64) - 1
+_ZERO = np.zeros(1, np.uint64)
 Sleep = Callable[[float], None]
 Clock = Callable[[], float]
 
@@ -140,6 +140,11 @@ class _Read:
     total: int = 0
 
 
+BlockAt = tuple[int, int, int]
+"""A block, its place in its sequence, and how many of its tokens count."""
+
+GATHER_BYTES = 4 << 20
+
 SequenceKey = tuple[int, int]
 """A sequence by its first block and that block's epoch: no two sequences have had the same."""
 
@@ -161,6 +166,7 @@ class EmulatedPart:
         blocks, _, self._block_tokens, head_dim = pool.keys[0].shape
         # All arrays as one: [array][block][head][token][value].
         self._kv = pool.grid.view(pool.keys[0].dtype).reshape(-1, blocks, *pool.keys[0].shape[1:])
+        self._block_bytes = self._kv[:, 0].nbytes
         lanes = mix(np.arange(len(self._kv) * pool.layout.kv_heads * head_dim, dtype=np.uint64))
         self._lanes = lanes.reshape(len(self._kv), -1, head_dim)[:, self._heads.start : self._heads.stop]
 
@@ -198,7 +204,8 @@ class EmulatedPart:
     def _read_all(self, step: Step) -> list[int]:
         """What was read of sequences that draw nothing now is forgotten: it is read whole when they do again."""
         former, self._read = self._read, {}
-        digests: list[int] = []
+        drawn: list[tuple[Piece, _Read]] = []
+        wanted: list[BlockAt] = []
         for piece, epoch in zip(step.pieces, step.epochs, strict=True):
             if piece.draw is None:
                 continue
@@ -207,29 +214,56 @@ class EmulatedPart:
             if read is None or read.tokens != piece.start:
                 read = _Read()
             self._read[key] = read
-            digests.append(self._digest(piece, read) & _WORD)
-        return digests
+            drawn.append((piece, read))
+            wanted += self._unread(piece, read)
+        digests = iter(self._digests(wanted))
+        return [self._digest(piece, read, digests) & _WORD for piece, read in drawn]
 
-    def _digest(self, piece: Piece, read: _Read) -> int:
+    def _unread(self, piece: Piece, read: _Read) -> list[BlockAt]:
+        """The blocks `_digest` needs, in the order in which it takes their digests."""
+        size = self._block_tokens
+        full, rest = divmod(piece.end, size)
+        again = [piece.end % len(read.blocks)] if read.blocks else []
+        wanted = [(piece.blocks[index], index, size) for index in (*again, *range(len(read.blocks), full))]
+        if rest:
+            wanted.append((piece.blocks[full], full, rest))
+        return wanted
+
+    def _digest(self, piece: Piece, read: _Read, digests: Iterator[int]) -> int:
         """Over the KV of all tokens up to the piece's end, as it lies in the sequence's blocks."""
         full, rest = divmod(piece.end, self._block_tokens)
         if read.blocks:
             index = piece.end % len(read.blocks)
             read.total -= read.blocks[index]
-            read.blocks[index] = self._block_digest(piece, index, self._block_tokens)
+            read.blocks[index] = next(digests)
             read.total += read.blocks[index]
-        for index in range(len(read.blocks), full):
-            read.blocks.append(self._block_digest(piece, index, self._block_tokens))
-            read.total += read.blocks[index]
+        for _ in range(len(read.blocks), full):
+            read.blocks.append(next(digests))
+            read.total += read.blocks[-1]
         read.tokens = piece.end
-        return read.total + (self._block_digest(piece, full, rest) if rest else 0)
+        return read.total + (next(digests) if rest else 0)
 
-    def _block_digest(self, piece: Piece, index: int, tokens: int) -> int:
-        held = self._kv[:, piece.blocks[index], :, :tokens]
-        return sum(
-            xxhash.xxh3_64_intdigest(held[:, at].tobytes(), seed=index << 16 | head)
-            for at, head in enumerate(self._heads)
-        )
+    def _digests(self, wanted: Sequence[BlockAt]) -> list[int]:
+        """One for each block, over its first tokens. Many are copied out at once: a step of small blocks would
+        otherwise be spent on calls."""
+        at_once = max(1, GATHER_BYTES // self._block_bytes)
+        parts = (wanted[first : first + at_once] for first in range(0, len(wanted), at_once))
+        return [digest for part in parts for digest in self._digests_of(part)]
+
+    def _digests_of(self, wanted: Sequence[BlockAt]) -> list[int]:
+        blocks = np.array([block for block, _, _ in wanted], np.int64)
+        held = np.ascontiguousarray(self._kv[:, blocks].transpose(1, 2, 3, 0, 4))  # [block][head][token][array][value]
+        everything = held.view(np.uint8).reshape(-1).data
+        head_bytes = held[0, 0].nbytes
+        token_bytes = head_bytes // self._block_tokens
+        digests, offset = [], 0
+        for _, index, tokens in wanted:
+            digest = 0
+            for head in self._heads:
+                digest += xxh3(everything[offset : offset + tokens * token_bytes], index << 16 | head)
+                offset += head_bytes
+            digests.append(digest)
+        return digests
 
 
 def draw_all(
@@ -237,15 +271,16 @@ def draw_all(
 ) -> list[Draw]:
     """Tokens from every rank's digests; `held` are its heads. Ranks that hold the same head must have read the same
     of it: if they haven't, the token is another."""
-    by_heads: dict[tuple[int, ...], set[int]] = {}
-    draws = []
-    for row, at in enumerate(asked):
-        by_heads.clear()
-        for heads, found in zip(held, digests, strict=True):
-            by_heads.setdefault(heads, set()).add(int(found[row, 0]))
-        digest = sum(found.pop() if len(found) == 1 else hash(tuple(sorted(found))) for found in by_heads.values())
-        seed = at.sampling.seed if at.sampling.temperature > 0 else 0
-        word = xxhash.xxh3_64_intdigest(f"{digest & _WORD} {seed} {at.index}".encode())
-        log_prob = math.log(((word >> 11) + 1) * 2.0**-53)
-        draws.append(Draw(word % vocab_size, log_prob if at.sampling.log_probs else None))
-    return draws
+    total = np.zeros(len(asked), np.uint64)
+    for at, heads in enumerate(held):
+        first = held.index(heads)
+        # The digest of heads read before counts once; where this rank read something else, that is added.
+        total += digests[at][:, 0] if first == at else mix(digests[at][:, 0] ^ digests[first][:, 0]) - mix(_ZERO)
+    seeds = np.array([at.sampling.seed if at.sampling.temperature > 0 else 0 for at in asked], np.uint64)
+    words = mix(mix(total ^ mix(seeds)) ^ np.array([at.index for at in asked], np.uint64))
+    log_probs = np.log(((words >> np.uint64(11)) + np.uint64(1)).astype(np.float64) * 2.0**-53)
+    tokens = words % np.uint64(vocab_size)
+    return [
+        Draw(token, log_prob if at.sampling.log_probs else None)
+        for token, log_prob, at in zip(tokens.tolist(), log_probs.tolist(), asked, strict=True)
+    ]

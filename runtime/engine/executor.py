@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from trtpd.runtime.engine.base import Sampling
 from trtpd.runtime.engine.sampling import Draw
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrawAt:
+class DrawAt(msgspec.Struct, frozen=True, kw_only=True):
     """Draw the token at output index `index`."""
 
     sampling: Sampling
     index: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence's part in a step: compute `ids` at positions `start ...`.
 
     `blocks` hold the sequence's KV in order and have room for `start + len(ids)` tokens; the first `start` of

@@ -84,7 +84,8 @@ class _Live:
 class Driver:
     """Owns the loop's thread. The methods above the line "In the loop" may be called from any thread.
 
-    `make_link(wake)` gives the link; `on_fatal` is called once, after every client got its error.
+    `make_link(wake)` gives the link; `on_fatal` is called once, after every client got its error;
+    `interval_tokens` is the Emitter's.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Driver:
         metrics: Metrics,
         *,
         on_fatal: Callable[[BaseException], None],
+        interval_tokens: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._core = router
@@ -111,7 +113,7 @@ class Driver:
         self._drain_until_s: float | None = None
         self._dead = False
         self._loop = asyncio.new_event_loop()
-        self._emitter = Emitter(self.client_gone, clock=clock)
+        self._emitter = Emitter(self.client_gone, interval_tokens=interval_tokens, clock=clock)
         self._link = make_link(self._wake)
         self._thread = threading.Thread(target=self._run, name="router", daemon=True)
 

@@ -72,16 +72,25 @@ class _Stream:
     sink: Sink
     stream: bool
     pending: Piece = field(default_factory=Piece)
+    begun: bool = False
     end: End | None = None
     gone: bool = False
 
 
 class Emitter:
     """See the module. `on_gone(request_id)` is called once from the emitter's thread when a client has left;
-    its stream stays open until `close`."""
+    its stream stays open until `close`. A response of a stream waits for `interval_tokens`, except for its first
+    and its last one."""
 
-    def __init__(self, on_gone: Callable[[int], None], *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        on_gone: Callable[[int], None],
+        *,
+        interval_tokens: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._on_gone = on_gone
+        self._interval_tokens = interval_tokens
         self._clock = clock
         self._lock = threading.Condition()
         self._streams: dict[int, _Stream] = {}
@@ -114,7 +123,8 @@ class Emitter:
             stream.pending.text += piece.text
             stream.pending.ids += piece.ids
             stream.pending.log_probs += piece.log_probs
-            if stream.stream and not stream.gone:
+            if stream.stream and not stream.gone and self._suffices(stream):
+                stream.begun = True
                 self._mark_due(request_id)
 
     def close(self, request_id: int, end: End) -> None:
@@ -148,6 +158,10 @@ class Emitter:
     def open_streams(self) -> int:
         with self._lock:
             return len(self._streams)
+
+    def _suffices(self, stream: _Stream) -> bool:
+        """Whether what is pending may go out by itself."""
+        return bool(stream.pending) and (not stream.begun or len(stream.pending.ids) >= self._interval_tokens)
 
     def _mark_due(self, request_id: int) -> None:
         """Under the lock. The thread sleeps only while nothing is due, so only the first has to wake it."""

@@ -62,6 +62,7 @@ class PipelineModel:
             self._text,
             self._metrics,
             on_fatal=_exit_for_restart,
+            interval_tokens=_settings(self._manifest).streaming.interval_tokens,
         )
         self._tokenisers = ThreadPoolExecutor(TOKENISERS, thread_name_prefix="tokenise")
         self._closing = threading.Event()
@@ -149,8 +150,12 @@ class _Scheduler(msgspec.Struct, frozen=True):
 
 
 class _Slo(msgspec.Struct, frozen=True):
-    ttft_ms: float | None
-    tpot_ms: float | None
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+
+
+class _Streaming(msgspec.Struct, frozen=True):
+    interval_tokens: int = 1
 
 
 class _Settings(msgspec.Struct, frozen=True):
@@ -158,17 +163,22 @@ class _Settings(msgspec.Struct, frozen=True):
 
     scheduler: _Scheduler
     slo: _Slo
+    streaming: _Streaming = _Streaming()
+
+
+def _settings(manifest: Manifest) -> _Settings:
+    return msgspec.convert(manifest.settings, type=_Settings)
 
 
 def policy_of(manifest: Manifest) -> Policy:
     """The router's constants as the pipeline file sets them."""
-    return Policy(queue_limit=msgspec.convert(manifest.settings, type=_Settings).scheduler.max_queue)
+    return Policy(queue_limit=_settings(manifest).scheduler.max_queue)
 
 
 def limits_of(build: Path, manifest: Manifest, text: TextLayer) -> ModelLimits:
     """What every role of the build can take."""
     configs = [read_engine_config(build / role.directory) for role in manifest.roles.values()]
-    settings = msgspec.convert(manifest.settings, type=_Settings)
+    settings = _settings(manifest)
     ttft_ms, tpot_ms = settings.slo.ttft_ms, settings.slo.tpot_ms
     return ModelLimits(
         max_seq_tokens=min(config.max_seq_tokens for config in configs),

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -168,13 +169,13 @@ def test_a_step_reads_as_much_of_a_long_sequence_as_of_a_short_one(monkeypatch):
     layout = KVLayout(num_layers=1, kv_heads=1, head_dim=2, tokens_per_block=4, dtype="f32")
     pool = SharedPool.create("test-reads", layout, 128, generation="g")
     read: list[int] = []
-    whole = EmulatedPart._block_digest
+    whole = EmulatedPart._digests
 
-    def counting(self: EmulatedPart, piece: Piece, index: int, tokens: int) -> int:
-        read.append(tokens)
-        return whole(self, piece, index, tokens)
+    def counting(self: EmulatedPart, wanted: Sequence[tuple[int, int, int]]) -> list[int]:
+        read.extend(tokens for _, _, tokens in wanted)
+        return whole(self, wanted)
 
-    monkeypatch.setattr(EmulatedPart, "_block_digest", counting)
+    monkeypatch.setattr(EmulatedPart, "_digests", counting)
     reads = {}
     for tokens in (8, 400):
         executor, blocks = one_executor(pool), tuple(range(128))

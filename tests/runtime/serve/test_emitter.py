@@ -162,3 +162,22 @@ def test_stopping_ends_every_open_stream_with_the_failure(gone):
         emitter.open(i, sink, stream=i % 2 == 0)
     emitter.stop(Failure(status="UNAVAILABLE", message="code=shutting_down"))
     assert [sink.end.failure.message for sink in sinks if sink.end and sink.end.failure] == ["code=shutting_down"] * 3
+
+
+def test_a_response_waits_for_its_tokens_but_the_first_and_the_last_do_not():
+    sink = RecordingSink()
+    emitter = Emitter(lambda request_id: None, interval_tokens=3)
+    emitter.start()
+    emitter.open(1, sink, stream=True)
+    emitter.push(1, Piece())
+    emitter.push(1, Piece(text="a", ids=[1]))
+    assert sink.sending.wait(5)
+    for token in range(2, 7):
+        emitter.push(1, Piece(text="b", ids=[token]))
+    emitter.close(1, End(finish_reason="length"))
+    assert sink.ended.wait(5)
+    emitter.stop(Failure(status="UNAVAILABLE", message=""))
+    sizes = [len(piece.ids) for piece in sink.pieces]
+    assert sizes[0] == 1
+    assert sum(sizes) == 6
+    assert all(size >= 3 for size in sizes[1:-1])
