@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -57,8 +58,8 @@ class Rig:
     tp: int
     reference: list[int]
 
-    def asking(self, **options: object) -> Asking:
-        return Asking(self.server, text_input=PROMPT, max_tokens=TOKENS, **options)  # type: ignore[arg-type]
+    def asking(self, **options: Any) -> Asking:
+        return Asking(self.server, text_input=PROMPT, max_tokens=TOKENS, **options)
 
     def generation(self, instance: str) -> str:
         return self.server.status()["instances"][instance]["generation"]
@@ -245,7 +246,7 @@ def test_with_a_full_dev_shm_a_dead_worker_stays_away_and_the_others_serve(rig: 
 @pytest.mark.parametrize("rig", EVERY_RIG, indirect=True)
 @pytest.mark.parametrize("moment", ["placed", "half way", "first token", "decoding"])
 def test_a_request_cancelled_at_any_stage_leaves_nothing(rig: Rig, moment: str) -> None:
-    leaving = {
+    leaving: dict[str, dict[str, Any]] = {
         "placed": {"patience_s": 0.05},
         "half way": {"patience_s": 0.5},
         "first token": {"leave_after": 1},

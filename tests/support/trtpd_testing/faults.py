@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import queue
 import signal
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import psutil
@@ -48,7 +49,7 @@ def rank_pid(server: Server, instance: str, rank: int = 0) -> int:
 class Asking:
     """A request under way, in a thread of its own."""
 
-    def __init__(self, server: Server, *, patience_s: float = 120.0, leave_after: int | None = None, **inputs: object):
+    def __init__(self, server: Server, *, patience_s: float = 120.0, leave_after: int | None = None, **inputs: Any):
         self._server, self._inputs, self._patience_s, self._leave_after = server, inputs, patience_s, leave_after
         self._tokens, self._changed = 0, threading.Condition()
         self._answer = Answer(error="hung up")
@@ -111,7 +112,7 @@ def flip_kv(server: Server, build: Path, instance: str) -> None:
         (pool,) = shm_of(server).glob(f"trtpd-{instance}.{rank_pid(server, instance, rank)}.*")
         plan = plan_file(config.layout, config.profile.kv_blocks, rank, 0)
         kv = np.memmap(pool, np.uint32, "r+", offset=plan.kv_at)
-        kv ^= 1
+        np.bitwise_xor(kv, 1, out=kv)
 
 
 @contextmanager
@@ -177,9 +178,10 @@ class Meddler:
                     self._pass(frames, self._backs[who].send_multipart)
                 else:
                     who = next(who for who, back in self._backs.items() if back is socket)
-                    self._pass(
-                        socket.recv_multipart(), lambda frames, who=who: self._front.send_multipart([who, *frames])
-                    )
+                    self._pass(socket.recv_multipart(), functools.partial(self._to_leader, who))
+
+    def _to_leader(self, who: bytes, frames: list[bytes]) -> None:
+        self._front.send_multipart([who, *frames])
 
     def _pass(self, frames: list[bytes], send: Callable[[list[bytes]], object]) -> None:
         self._numbered += _is_numbered(frames[-1])
