@@ -138,7 +138,7 @@ class TransferSpec(_Section):
     )
     lease_s: Positive = Field(default=10.0, description="how long prefill keeps KV for a decode that doesn't renew")
     one_piece_tokens: Annotated[int, Field(ge=0)] = Field(
-        default=256, description="prompts up to this size move in one piece after their seal"
+        default=128, description="shorter prompts move in one piece after their seal"
     )
 
 

@@ -35,7 +35,7 @@ class TransferSettings:
     generation: str
     lease_s: float = 10.0
     digest_every: int = 1
-    one_piece_tokens: int = 256
+    one_piece_tokens: int = 128
     convert_dtype: bool = False
     path: str = "auto"
     listen: str = "127.0.0.1"

@@ -46,7 +46,7 @@ class _TransferSection(msgspec.Struct, frozen=True):
     digests: bool = True
     digest_every: int = 1
     convert_dtype: bool = False
-    one_piece_tokens: int = 256
+    one_piece_tokens: int = 128
     path: str = "auto"
     listen: str = "127.0.0.1"
 
