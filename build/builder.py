@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import msgspec
 
 from trtpd.build.backends import backend_of
 from trtpd.build.backends.base import Job, Progress
 from trtpd.build.checkpoint import Checkpoint
+from trtpd.build.checks import Finding
 from trtpd.build.files import link_or_copy, link_tree, locked, staged, translated
 from trtpd.build.lint import lint_spec, open_model, open_plan, planned_only
 from trtpd.build.machine import Machine, this_machine
 from trtpd.build.manifest import ENGINE_CONFIG, MANIFEST, Manifest, RoleName, read_manifest, write_json
 from trtpd.build.planning import Action, BuildPlan, Former, RolePlan, plan_build
-from trtpd.build.resolve import resolve
+from trtpd.build.resolve import ResolvedPipeline, resolve, wishes_of
 from trtpd.build.spec import ROLES, PipelineSpec
+from trtpd.build.tuning import TuneOptions, tune
 from trtpd.errors import BuildError, InputError, SpecError
 
 Render = Callable[[Path, Manifest], None]
@@ -36,12 +40,14 @@ _TO_DO: dict[Action, str] = {"write": "to be written", "link": "settings to be w
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildResult:
-    """What was done, or with `dry_run` would be done, down to the commands that would be run (`steps`)."""
+    """What was done, or with `dry_run` would be done, down to the commands that would be run (`steps`). `warnings` are
+    lint's."""
 
     out: Path
     plan: BuildPlan
     dry_run: bool
     steps: tuple[str, ...] = ()
+    warnings: tuple[Finding, ...] = ()
 
     @property
     def manifest(self) -> Manifest:
@@ -87,13 +93,14 @@ def build(
     progress: Progress = _no_progress,
     machine: Machine | None = None,
     render: Render = _render,
+    tuning: TuneOptions | None = None,
 ) -> BuildResult:
     """Builds `spec` into the folder `out`; blocks while another build of it runs.
 
     `role` builds only that one and keeps the others of the former build as they are; `force` writes even
     what is unchanged; `dry_run` only says what would be done, and needs no weights. Raises SpecError for what
     lint calls an error, CheckpointError for a bad model, InputError if `out` holds something else, BuildError if it
-    can't be written.
+    can't be written. With `tuning` the build is made, measured, and made again with the settings that were found best.
     """
     out = out.resolve()
     _refuse_other(out)
@@ -101,7 +108,7 @@ def build(
     checkpoint = open_plan(spec) if dry_run else open_model(spec)
     if not planned_only(spec, checkpoint):
         checkpoint.source.check_tokenizer()
-    refuse_errors(spec, checkpoint, machine)
+    warnings = refuse_errors(spec, checkpoint, machine)
     pipeline = resolve(spec, checkpoint.architecture, machine)
     with (
         translated(f"build {out}", BuildError),
@@ -112,16 +119,40 @@ def build(
         plan = plan_build(pipeline, checkpoint, former, role=role, force=force)
         if dry_run:
             steps = _steps(out, plan, checkpoint, former)
-            return BuildResult(out=out, plan=plan, dry_run=True, steps=tuple(steps))
+            return BuildResult(out=out, plan=plan, dry_run=True, steps=tuple(steps), warnings=warnings)
         _make(out, plan, checkpoint, former, render, progress, force=force)
-    return BuildResult(out=out, plan=plan, dry_run=False)
+        if tuning is not None:
+            plan = _tuned_plan(out, pipeline, checkpoint, machine, tuning, progress)
+            _make(out, plan, checkpoint, _former(out), render, progress, force=False)
+    return BuildResult(out=out, plan=plan, dry_run=False, warnings=warnings)
 
 
-def refuse_errors(spec: PipelineSpec, checkpoint: Checkpoint, machine: Machine) -> None:
-    """Raises SpecError, in one line, if lint finds an error."""
-    errors = [finding for finding in lint_spec(spec, checkpoint, machine) if finding.severity == "error"]
+def _tuned_plan(
+    out: Path,
+    pipeline: ResolvedPipeline,
+    checkpoint: Checkpoint,
+    machine: Machine,
+    tuning: TuneOptions,
+    progress: Progress,
+) -> BuildPlan:
+    """The plan of the build at `out`, made again with what a search finds best for its roles."""
+    spec = pipeline.spec
+    wishes = {role: wishes_of(pool) for role, pool in spec.pools.given().items()}
+    tpot_s = spec.slo.tpot_ms / 1000 if spec.slo.tpot_ms else None
+    work = out.with_name(f".{out.name}.tune")
+    found, records = tune(out, work, wishes, tuning, tpot_s=tpot_s, progress=progress)
+    again = resolve(spec, checkpoint.architecture, machine, tuned=found)
+    plan = plan_build(again, checkpoint, _former(out))
+    return replace(plan, manifest=msgspec.structs.replace(plan.manifest, tuning=records))
+
+
+def refuse_errors(spec: PipelineSpec, checkpoint: Checkpoint, machine: Machine) -> tuple[Finding, ...]:
+    """Lint's warnings. Raises SpecError, in one line, if lint finds an error."""
+    findings = lint_spec(spec, checkpoint, machine)
+    errors = [finding for finding in findings if finding.severity == "error"]
     if errors:
         raise SpecError("; ".join(f"{one.where}: {one.message}: {one.mend} [{one.code}]" for one in errors))
+    return tuple(findings)
 
 
 def _refuse_other(out: Path) -> None:

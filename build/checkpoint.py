@@ -17,11 +17,15 @@ import numpy.typing as npt
 import xxhash
 
 from trtpd.build.bounds import refuse_further_layers
-from trtpd.build.families import PLAIN_LLAMA, ModelRules
-from trtpd.build.gguf_model import GgufFile, gguf_name
+from trtpd.build.config_fields import read_json
+from trtpd.build.families import OWN_GRAPH, ModelRules
+from trtpd.build.gguf_model import GgufFile
+from trtpd.build.gguf_names import gguf_name
 from trtpd.build.gguf_tokenizer import build_tokenizer, special_ids, write_tokenizer
-from trtpd.build.hf_config import architecture_from_config, checked_quantization, read_json
+from trtpd.build.hf_config import architecture_from_config, checked_quantization
 from trtpd.build.manifest import Architecture, Quantization
+from trtpd.build.rules import refuse_unless_taken
+from trtpd.build.shapes import expected_shapes
 from trtpd.build.tensors import F32Array, TensorFile
 from trtpd.build.tokenizer_files import check_tokenizer
 from trtpd.errors import CheckpointError
@@ -88,34 +92,7 @@ class Checkpoint:
         return str(state.hexdigest())
 
 
-def expected_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
-    """Every weight of a model with its shape, in the order of computation (scales of quantised ones not)."""
-    a = architecture
-    q, kv = a.num_attention_heads * a.head_dim, a.num_key_value_heads * a.head_dim
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (a.vocab_size, a.hidden_size)}
-    for layer in range(a.num_hidden_layers):
-        prefix = f"model.layers.{layer}."
-        shapes[prefix + "input_layernorm.weight"] = (a.hidden_size,)
-        for part, rows in (("q", q), ("k", kv), ("v", kv)):
-            shapes[f"{prefix}self_attn.{part}_proj.weight"] = (rows, a.hidden_size)
-            if a.attention_bias:
-                shapes[f"{prefix}self_attn.{part}_proj.bias"] = (rows,)
-        if a.qk_norm:
-            shapes |= {prefix + f"self_attn.{part}_norm.weight": (a.head_dim,) for part in "qk"}
-        shapes |= {
-            prefix + "self_attn.o_proj.weight": (a.hidden_size, q),
-            prefix + "post_attention_layernorm.weight": (a.hidden_size,),
-            prefix + "mlp.gate_proj.weight": (a.intermediate_size, a.hidden_size),
-            prefix + "mlp.up_proj.weight": (a.intermediate_size, a.hidden_size),
-            prefix + "mlp.down_proj.weight": (a.hidden_size, a.intermediate_size),
-        }
-    shapes["model.norm.weight"] = (a.hidden_size,)
-    if not a.tie_word_embeddings:
-        shapes["lm_head.weight"] = (a.vocab_size, a.hidden_size)
-    return shapes
-
-
-def open_checkpoint(path: Path, rules: ModelRules = PLAIN_LLAMA) -> Checkpoint:
+def open_checkpoint(path: Path, rules: ModelRules = OWN_GRAPH) -> Checkpoint:
     """Opens a Hugging Face folder or a GGUF file and checks it whole: files, architecture, every shape.
 
     Raises CheckpointError, one line, also for a model that `rules` don't take. Reads no tensor yet.
@@ -128,10 +105,12 @@ def open_checkpoint(path: Path, rules: ModelRules = PLAIN_LLAMA) -> Checkpoint:
         )
     if path.suffix != ".gguf":
         raise CheckpointError(f"{path}: neither a Hugging Face folder nor a .gguf file")
-    return checkpoint_of(GgufFile(path))
+    checkpoint = checkpoint_of(GgufFile(path))
+    refuse_unless_taken(checkpoint.architecture, rules, path)
+    return checkpoint
 
 
-def open_architecture(path: Path, rules: ModelRules = PLAIN_LLAMA) -> Checkpoint:
+def open_architecture(path: Path, rules: ModelRules = OWN_GRAPH) -> Checkpoint:
     """As open_checkpoint without looking at the weights, which may be absent: for engines that have none, and
     for plans."""
     if path.is_dir():
@@ -258,7 +237,7 @@ class _GgufSource:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         theirs = self._gguf.shapes()
-        ours = ((name, gguf_name(name)) for name in expected_shapes(self._gguf.architecture))
+        ours = ((name, gguf_name(name, self._gguf.family)) for name in expected_shapes(self._gguf.architecture))
         return {name: theirs[stored] for name, stored in ours if stored in theirs}
 
     def read(self, name: str) -> F32Array:

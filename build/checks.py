@@ -289,7 +289,13 @@ def _room(deployment: Deployment, machine: Machine) -> Iterator[Finding]:
         return
     pools = sum(len(role.instances) * role.pool_bytes for role in deployment.roles)
     weights = sum(
-        len(role.instances) * weights_bytes(deployment.engine, deployment.architecture, role.precision, role.tp)
+        len(role.instances)
+        * weights_bytes(
+            deployment.engine,
+            deployment.architecture,
+            "f32" if role.profile.widen_weights else role.precision,
+            role.tp,
+        )
         for role in deployment.roles
     )
     mend = "lower kv_tokens or the number of instances"

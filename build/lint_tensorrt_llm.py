@@ -10,7 +10,7 @@ from trtpd.build import gpu_roles
 from trtpd.build.backends.tensorrt_llm import flags, llm_args
 from trtpd.build.backends.tensorrt_llm.backend import ENGINE_DIR
 from trtpd.build.backends.tensorrt_llm.descriptor import Descriptor, built, planned
-from trtpd.build.backends.tensorrt_llm.release import parse_release
+from trtpd.build.backends.tensorrt_llm.release import KNOWN_RELEASES, parse_release
 from trtpd.build.backends.tensorrt_llm.settings import natural_kv_dtype
 from trtpd.build.backends.tensorrt_llm.shards import tp_faults
 from trtpd.build.checks import Finding, error, warning
@@ -52,7 +52,7 @@ def lint_pipeline(pipeline: ResolvedPipeline, architecture: Architecture, machin
     for role in pipeline.roles.values():
         config = _settings(role)
         findings += _precision(role, config, architecture)
-        findings += _split(role, architecture)
+        findings += _split(role, architecture, paired=len(pipeline.roles) > 1)
         findings += _own_args(role.role, config, spec.pools.given()[role.role].engine_args)
         findings += _memory(pipeline, role, config, architecture, machine)
         descriptors.append(
@@ -66,8 +66,10 @@ def lint_pipeline(pipeline: ResolvedPipeline, architecture: Architecture, machin
                 version=config.release,
             )
         )
+    findings += _transfer_path(spec.transfer.path)
     findings += _installation(pipeline, machine)
-    return findings + check_descriptors(descriptors)
+    findings += [found for found in check_descriptors(descriptors) if found.code != "trt_release_unknown"]
+    return list(dict.fromkeys(findings))
 
 
 def lint_build_roles(build: Path, configs: Mapping[RoleName, EngineConfig]) -> list[Finding]:
@@ -116,10 +118,29 @@ def _settings(role: ResolvedRole) -> TensorRTConfig:
     return role.tensorrt_llm
 
 
+def _transfer_path(path: str) -> Iterator[Finding]:
+    if path != "auto":
+        yield error(
+            "trt_transfer_path",
+            "transfer.path",
+            (path, "auto"),
+            f"is {path}; executors of TensorRT-LLM move their KV themselves",
+            "leave it at auto, and choose with tensorrt_llm.transceiver",
+        )
+
+
 def _installation(pipeline: ResolvedPipeline, machine: Machine) -> Iterator[Finding]:
     asked = gpu_roles.target_release(pipeline.spec, machine)
     here = parse_release(machine.tensorrt_llm)
-    if here is None:
+    if not asked.known:
+        yield error(
+            "trt_release_unknown",
+            "tensorrt_llm.version",
+            (asked.text, KNOWN_RELEASES),
+            f"is {asked.text}; trtpd knows {KNOWN_RELEASES}",
+            "use one of these",
+        )
+    elif here is None:
         yield warning(
             "trt_absent",
             "tensorrt_llm.version",
@@ -181,15 +202,19 @@ def config_kv(config: TensorRTConfig) -> str:
     return {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}[config.dtype]
 
 
-def _split(role: ResolvedRole, architecture: Architecture) -> Iterator[Finding]:
-    for what, number in tp_faults(architecture, role.tp):
-        fits = [tp for tp in range(1, role.tp + 1) if not tp_faults(architecture, tp)]
+def _split(role: ResolvedRole, architecture: Architecture, paired: bool) -> Iterator[Finding]:
+    faults = tp_faults(architecture, role.tp)
+    if faults:
+        sizes = [tp for tp in range(1, 2 * role.tp + 1) if not paired or tp & (tp - 1) == 0]
+        fits = [tp for tp in sizes if not tp_faults(architecture, tp)]
+        nearest = [tp for tp in fits if tp < role.tp][-1:] + [tp for tp in fits if tp > role.tp][:1]
+        numbers = ", ".join(f"{number} ({what})" for what, number in faults)
         yield error(
             "trt_tp_split",
             f"pools.{role.role}.tp",
-            (role.tp, number),
-            f"is {role.tp}; the model's {number} {what} don't divide over that many ranks",
-            f"set it to {' or '.join(map(str, fits))}",
+            (role.tp, faults[0][1]),
+            f"is {role.tp}, over which the model's {numbers} can't be divided evenly",
+            f"set it to {' or '.join(map(str, nearest))}",
         )
 
 

@@ -13,10 +13,10 @@ from types import ModuleType
 
 import psutil
 
+from trtpd.build.gpu_probe import find_gpus
 from trtpd.errors import EngineError
 
 SHM = Path("/dev/shm")
-NVIDIA_DRIVER = Path("/proc/driver/nvidia")
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 _CPU_FLAGS = (
@@ -32,7 +32,8 @@ class Machine:
     cgroup.
 
     `cpu_features` are lower-case names; "bf16" and "fp16" among them say that OpenVINO computes in that type
-    here. `gpus` are the model names the NVIDIA driver gives, `tensorrt_llm` the installed version.
+    here. `gpus` are the models of those it may use, as the NVIDIA driver calls them, `tensorrt_llm` the installed
+    version.
     """
 
     cores: tuple[int, ...]
@@ -69,20 +70,9 @@ def this_machine(*, openvino: bool) -> Machine:
         shm_bytes=shm.total if shm else 0,
         shm_free_bytes=shm.free if shm else 0,
         cpu_features=cpu_features(openvino=openvino),
-        gpus=gpu_models(),
+        gpus=tuple(device.name for device in find_gpus().devices),
         tensorrt_llm=installed_version("tensorrt_llm"),
     )
-
-
-def gpu_models(driver: Path = NVIDIA_DRIVER) -> tuple[str, ...]:
-    """Model names of the GPUs the NVIDIA driver knows, in the order of their bus addresses."""
-    found = []
-    for path in sorted(driver.glob("gpus/*/information")):
-        for line in path.read_text().splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() == "Model":
-                found.append(value.strip())
-    return tuple(found)
 
 
 @cache

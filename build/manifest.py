@@ -31,13 +31,39 @@ Precision = Literal["f32", "bf16", "f16", "int8", "fp8"]
 Settings = dict[str, Any]
 
 
-class RopeScaling(msgspec.Struct, frozen=True, kw_only=True):
-    """The "llama3" scaling of rotary frequencies, names as in a Hugging Face config."""
+class LinearScaling(msgspec.Struct, frozen=True, kw_only=True, tag="linear"):
+    """All rotary frequencies divided by `factor`."""
+
+    factor: float
+
+
+class Llama3Scaling(msgspec.Struct, frozen=True, kw_only=True, tag="llama3"):
+    """Names as in a Hugging Face config."""
 
     factor: float
     low_freq_factor: float
     high_freq_factor: float
     original_max_position_embeddings: int
+
+
+class YarnScaling(msgspec.Struct, frozen=True, kw_only=True, tag="yarn"):
+    """Names as in a Hugging Face config; `attention_factor` is the final one that scales cos and sin."""
+
+    factor: float
+    original_max_position_embeddings: int
+    attention_factor: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+
+class FactorScaling(msgspec.Struct, frozen=True, kw_only=True, tag="factors"):
+    """Each rotary frequency divided by its own factor: what a GGUF file keeps of llama3 scaling."""
+
+    factors: tuple[float, ...]
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | FactorScaling
 
 
 class Quantization(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,8 +77,14 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Architecture(msgspec.Struct, frozen=True, kw_only=True):
-    """The numbers of a decoder, names as in a Hugging Face config. `family` is a name of families.py;
-    `attention_bias` says that q, k and v have biases, `qk_norm` that q and k are normalised per head."""
+    """The numbers of a decoder, names as in a Hugging Face config. `family` is a name of families.py, where the
+    table says how it is built; `attention_bias` and `qk_norm` repeat what stands there.
+
+    `window_layers` are the numbers of those layers whose tokens see only the last `sliding_window` tokens, their own
+    included · `local_rope_theta`: the rotary base of these layers, which then have no `rope_scaling`; None: as all ·
+    `query_pre_attn_scalar`: attention scores are divided by its root; None: by that of head_dim ·
+    `final_logit_softcapping`: a logit is c * tanh(logit / c) of it.
+    """
 
     num_hidden_layers: int
     hidden_size: int
@@ -70,6 +102,11 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     attention_bias: bool = False
     qk_norm: bool = False
     quantization: Quantization | None = None
+    sliding_window: int | None = None
+    window_layers: tuple[int, ...] = ()
+    local_rope_theta: float | None = None
+    query_pre_attn_scalar: float | None = None
+    final_logit_softcapping: float | None = None
 
 
 class RoleProfile(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,7 +114,10 @@ class RoleProfile(msgspec.Struct, frozen=True, kw_only=True):
 
     `max_step_tokens`: tokens one step may compute · `chunk_tokens`: of one prompt in one step · `max_batch`:
     sequences running at once · `kv_blocks`: size of the KV pool · `threads` and `cores` (CPU numbers, empty:
-    any).
+    any) · `widen_weights`: narrow weights become f32 at load, the same values: faster to compute with, but more to read
+    and to hold · `growth_kept`: the share of what a running sequence may still grow by that is kept free for it (1: it
+    is never preempted) · `prefix_cache`: whether prompts that begin alike share KV blocks, and of
+    `prefix_cache_blocks` that no sequence has the content is kept for that at most (None: of all).
     """
 
     max_step_tokens: int
@@ -86,6 +126,10 @@ class RoleProfile(msgspec.Struct, frozen=True, kw_only=True):
     kv_blocks: int
     threads: int
     cores: tuple[int, ...] = ()
+    widen_weights: bool = False
+    growth_kept: float = 1.0
+    prefix_cache: bool = False
+    prefix_cache_blocks: int | None = None
 
 
 class TensorRTConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,6 +185,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def pairing_key(self) -> str:
         return self.layout.pairing_key
 
+    @property
+    def processes(self) -> int:
+        """How many processes of ours an instance is: one for each rank, but the LLM class starts its ranks itself."""
+        return 1 if self.tensorrt_llm is not None and self.tensorrt_llm.mode == "llm_api" else self.tp
+
 
 class _FormatOnly(msgspec.Struct, frozen=True):
     format: int = 0
@@ -161,6 +210,28 @@ class RoleEntry(msgspec.Struct, frozen=True, kw_only=True):
     cores: dict[str, tuple[int, ...]] = {}
 
 
+class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What `trtpd build --tune` measured for one variant of a role: `seconds` of a prefill of `batch` prompts of
+    `tokens` tokens, or of a decode step of `batch` sequences with a context of `tokens`."""
+
+    kind: Literal["prefill", "decode"]
+    tokens: int
+    batch: int
+    chunk_tokens: int
+    widen_weights: bool
+    seconds: float
+
+
+class RoleTuning(msgspec.Struct, frozen=True, kw_only=True):
+    """What was tried for a role, what was chosen and why; `complete` is false where time ran out before all was
+    tried."""
+
+    tried: tuple[TrialResult, ...]
+    chosen: dict[str, int | bool]
+    why: tuple[str, ...]
+    complete: bool
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """manifest.json. `pair_fingerprint` is equal in all roles of one build: pairs never cross it.
 
@@ -173,6 +244,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     pair_fingerprint: str
     roles: dict[str, RoleEntry]
     settings: dict[str, object]
+    tuning: dict[str, RoleTuning] = {}
 
 
 def rebuild(build: Path | None) -> str:

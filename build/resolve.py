@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from msgspec import structs
 
 from trtpd.build import gpu_roles
 from trtpd.build.backends.tensorrt_llm.settings import natural_kv_dtype
@@ -59,6 +62,12 @@ class ResolvedPipeline:
     def engine(self) -> EngineName:
         return self.spec.engine
 
+    @property
+    def prefix_cache(self) -> str:
+        """Which prompts share KV. In f32 another split of a prompt into steps changes no token, so all may."""
+        exact = all(role.precision == role.layout.dtype == "f32" for role in self.roles.values())
+        return self.spec.kv.prefix_cache or ("all" if exact else "answers")
+
     def settings(self) -> dict[str, object]:
         """The pipeline file as plain data, with the values that were found in place of `auto`."""
         data: dict[str, Any] = self.spec.model_dump(exclude_none=True)
@@ -66,17 +75,19 @@ class ResolvedPipeline:
         data["kv"]["max_seq_tokens"] = self.max_seq_tokens
         layouts = [role.layout for role in self.roles.values()]
         data["kv"] |= {"dtype": layouts[0].dtype, "tokens_per_block": layouts[0].tokens_per_block}
+        data["kv"]["prefix_cache"] = self.prefix_cache
         for name, role in self.roles.items():
             profile = role.profile
             data["pools"][name] |= {
                 "precision": role.precision,
                 "kv_dtype": role.layout.dtype,
-                "cores": list(profile.cores),
+                "cores": list(profile.cores) or None,
                 "threads": profile.threads,
                 "max_batch": profile.max_batch,
                 "max_step_tokens": profile.max_step_tokens,
                 "chunk_tokens": profile.chunk_tokens,
                 "kv_tokens": profile.kv_blocks * role.layout.tokens_per_block,
+                "widen_weights": profile.widen_weights,
             }
         return data
 
@@ -88,9 +99,15 @@ def model_name(spec: PipelineSpec) -> str:
 
 
 def resolve(
-    spec: PipelineSpec, architecture: Architecture, machine: Machine, *, measure: MeasureStep | None = None
+    spec: PipelineSpec,
+    architecture: Architecture,
+    machine: Machine,
+    *,
+    measure: MeasureStep | None = None,
+    tuned: Mapping[RoleName, RoleWishes] | None = None,
 ) -> ResolvedPipeline:
-    """Fills in every `auto`. What comes out may still be impossible: that is for lint to say.
+    """Fills in every `auto`; `tuned` stands in for what the file says of a role. What comes out may still be
+    impossible: that is for lint to say.
 
     Depends on the machine's sizes but not on how much of them is free, so that a second build finds the same
     values.
@@ -99,7 +116,7 @@ def resolve(
     layouts = {role: _layout(spec, pool, architecture, machine) for role, pool in pools.items()}
     room_tokens = _room_tokens(spec, pools, layouts, architecture, machine)
     max_seq_tokens = spec.kv.max_seq_tokens or _longest(pools, layouts, room_tokens, architecture)
-    cores = _cores(pools, machine)
+    cores = _cores(pools, machine) if ENGINES[spec.engine].on_cpu else _given_cores(pools)
     tpot_s = spec.slo.tpot_ms / 1000 if spec.slo.tpot_ms else None
     precisions = {role: _precision(spec, pool, architecture, machine) for role, pool in pools.items()}
     prompt = 0
@@ -113,7 +130,9 @@ def resolve(
         defaults = None
         if spec.engine == "tensorrt_llm":
             defaults = gpu_roles.role_defaults(spec, role, precision, architecture, machine, layout, prompt)
-        profile = profile_for(role, _wishes(pool), room, layout, tpot_s=tpot_s, measure=measure, defaults=defaults)
+        wishes = (tuned or {}).get(role) or wishes_of(pool)
+        profile = profile_for(role, wishes, room, layout, tpot_s=tpot_s, measure=measure, defaults=defaults)
+        profile = _sharing(spec, profile, layout)
         resolved = ResolvedRole(
             role=role,
             instances=names,
@@ -121,7 +140,7 @@ def resolve(
             precision=precision,
             layout=layout,
             profile=profile,
-            cores=dict(zip(names, split_cores(cores[role], len(names)), strict=True)) if names else {},
+            cores=dict(zip(names, split_cores(cores[role], len(names)), strict=True)) if names and cores[role] else {},
         )
         if spec.engine == "tensorrt_llm":
             config = gpu_roles.role_config(
@@ -138,13 +157,28 @@ def resolve(
     )
 
 
-def _wishes(pool: PoolSpec) -> RoleWishes:
+def _sharing(spec: PipelineSpec, profile: RoleProfile, layout: KVLayout) -> RoleProfile:
+    """How the KV pool of an engine that we schedule is shared out."""
+    if spec.engine == "tensorrt_llm":
+        return profile
+    tokens = spec.kv.prefix_cache_tokens
+    return structs.replace(
+        profile,
+        growth_kept=spec.kv.growth_kept,
+        prefix_cache=spec.kv.prefix_cache != "none",
+        prefix_cache_blocks=None if tokens is None else tokens // layout.tokens_per_block,
+    )
+
+
+def wishes_of(pool: PoolSpec) -> RoleWishes:
+    """What the file says of a role."""
     return RoleWishes(
         max_batch=pool.max_batch,
         max_step_tokens=pool.max_step_tokens,
         chunk_tokens=pool.chunk_tokens,
         kv_tokens=pool.kv_tokens,
         threads=pool.threads,
+        widen_weights=pool.widen_weights,
     )
 
 
@@ -217,6 +251,11 @@ def _longest(
         for role, pool in pools.items()
     ]
     return max(1, min(architecture.max_position_embeddings, *held))
+
+
+def _given_cores(pools: dict[RoleName, PoolSpec]) -> dict[RoleName, tuple[int, ...]]:
+    """For engines on GPUs: as the file says, else none, for those near an instance's GPUs are known when it starts."""
+    return {role: tuple(pool.cores or ()) for role, pool in pools.items()}
 
 
 def _cores(pools: dict[RoleName, PoolSpec], machine: Machine) -> dict[RoleName, tuple[int, ...]]:

@@ -37,6 +37,7 @@ class RoleWishes:
     chunk_tokens: int | None = None
     kv_tokens: int | None = None
     threads: int | None = None
+    widen_weights: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +136,7 @@ def profile_for(
         kv_blocks=max(1, kv_tokens // layout.tokens_per_block),
         threads=wishes.threads or max(1, len(room.cores) // max(1, room.instances)),
         cores=room.cores,
+        widen_weights=bool(wishes.widen_weights),
     )
 
 

@@ -2,7 +2,8 @@
 
 Attention is split by heads: a rank has the KV heads its layout gives it and the query heads that read them.
 Where ranks outnumber the KV heads a head is held by several ranks, which then share out its query heads. The
-MLP is split over its inner dimension and the vocabulary over the head's rows; embedding and norms are whole.
+MLP is split over its inner dimension and the vocabulary over the head's rows; embedding and norms, those of queries
+and keys included (one per head dimension, the same for every head), are whole.
 """
 
 from __future__ import annotations
@@ -13,10 +14,9 @@ from typing import Any, Literal
 import numpy.typing as npt
 
 from trtpd.build.manifest import Architecture
+from trtpd.build.shapes import HEAD
 from trtpd.errors import LayoutError
 from trtpd.kv_transfer.layout import KVLayout
-
-HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A rank's part of a matrix: these rows, or these columns."""
+    """A rank's part of a matrix: these rows, or these columns. Of a bias: its values for these rows."""
 
     axis: Literal[0, 1]
     part: range
@@ -43,7 +43,7 @@ class Cut:
         return matrix[where] if self.axis == 0 else matrix[:, where]
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        return (len(self.part), whole[1]) if self.axis == 0 else (whole[0], len(self.part))
+        return (len(self.part), *whole[1:]) if self.axis == 0 else (whole[0], len(self.part))
 
 
 def shard_of(architecture: Architecture, layout: KVLayout, rank: int) -> Shard:
@@ -75,7 +75,7 @@ def even_part(whole: range, parts: int, part: int) -> range:
 
 
 def cut_of(name: str, head_dim: int, shard: Shard) -> Cut | None:
-    """How the matrix of that Hugging Face name is cut for a rank; None for what every rank has whole."""
+    """How the matrix or bias of that Hugging Face name is cut for a rank; None for what every rank has whole."""
     queries, kv = _scaled(shard.query_heads, head_dim), _scaled(shard.kv_heads, head_dim)
     cuts = {
         "q_proj": Cut(0, queries),
@@ -88,7 +88,7 @@ def cut_of(name: str, head_dim: int, shard: Shard) -> Cut | None:
     }
     if name == HEAD:
         return Cut(0, shard.vocabulary)
-    return cuts.get(name.removesuffix(".weight").rpartition(".")[2])
+    return cuts.get(name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2])
 
 
 def _scaled(heads: range, head_dim: int) -> range:

@@ -70,6 +70,11 @@ class PoolSpec(_Section):
     max_step_tokens: AutoCount = Field(default=None, description="tokens one step may compute, over all sequences")
     chunk_tokens: AutoCount = Field(default=None, description="tokens of one prompt computed in one step")
     kv_tokens: AutoCount = Field(default=None, description="tokens the KV pool of one instance holds; auto: by memory")
+    widen_weights: Annotated[bool | None, Auto] = Field(
+        default=None,
+        description="openvino: turn bf16, f16 and int8 weights into f32 at load, the same values: prefills faster, "
+        "takes f32's memory twice, decodes slower; auto: no, or what --tune measures",
+    )
     engine_args: dict[str, Any] = Field(
         default_factory=dict,
         description="tensorrt_llm: flags of trtllm-build (from 1.3 on: LLM arguments) in place of ours",
@@ -118,6 +123,19 @@ class KVSpec(_Section):
         default=None,
         description="longest prompt and answer together; auto: the model's, as far as the KV pool holds it",
     )
+    growth_kept: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.5,
+        description="share of what a running sequence may still grow by that is kept free for it; below 1 one may be "
+        "preempted (its KV computed anew), at 1 none is and fewer run at once",
+    )
+    prefix_cache: Annotated[Literal["all", "answers", "none"] | None, Auto] = Field(
+        default=None,
+        description="all: prompts that begin alike share KV; answers: only those of one request; none; auto: all where "
+        "that can't change a token (f32), else answers",
+    )
+    prefix_cache_tokens: AutoCount = Field(
+        default=None, description="tokens whose KV is kept for later prompts; auto: what the KV pool has free"
+    )
 
 
 class TransferSpec(_Section):
@@ -151,11 +169,38 @@ class SloSpec(_Section):
     )
 
 
+class WeightsSpec(_Section):
+    """What placement weighs, each in seconds of regret: a request goes where the sum is least."""
+
+    ttft_s: Cost = Field(default=1.0, description="per second of predicted time to the first token")
+    tpot_s: Cost = Field(default=0.5, description="for a step as long as the TPOT target, by the square of the ratio")
+    kv_s: Cost = Field(default=0.5, description="for a KV pool that will be full, by the square of the part")
+    batch_s: Cost = Field(default=0.1, description="for a batch that is promised in full, by the part")
+    transfer_s: Cost = Field(default=1.0, description="per second of the hand-off that the client waits for")
+    disturb_s: Cost = Field(default=0.5, description="per second that a local prefill makes decoding sequences wait")
+    fallback_s: Cost = Field(default=0.5, description="for an instance that does the other role's work")
+    prefix_s: Cost = Field(default=0.25, description="per second of prefill that cached blocks save the pool")
+
+
 class SchedulerSpec(_Section):
     """Router."""
 
     deadline_s: Positive = Field(default=120.0, description="a request that takes longer ends with an error")
     max_queue: Count = Field(default=256, description="requests that may wait; further ones are refused")
+    refuse_late: bool = Field(
+        default=True, description="refuse a request at once if load would make it miss its targets"
+    )
+    local_prompt_tokens: Annotated[int, Field(ge=0)] = Field(
+        default=0,
+        description="prompts up to this size may stay on decode if moving costs more than it saves; 0: under load only",
+    )
+    held_kv: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.5, description="part of a prefill KV pool that offers without a decode place may hold"
+    )
+    tenants: dict[str, Positive] = Field(
+        default_factory=dict, description="shares of the tenants that requests name, e.g. {gold: 3}; others have 1"
+    )
+    weights: WeightsSpec = Field(default_factory=lambda: WeightsSpec(), description="what placement weighs, in seconds")
 
 
 class StreamingSpec(_Section):
@@ -226,7 +271,7 @@ class PipelineSpec(_Section):
     engine: EngineName = Field(default="openvino", description="openvino, tensorrt_llm or emulated (no model computed)")
     precision: Annotated[Precision | None, Auto] = Field(
         default=None,
-        description="weights: f32, bf16, int8 (tensorrt_llm also f16, fp8); auto: bf16 if that is fast here, else f32",
+        description="weights: f32, bf16, f16, int8 (tensorrt_llm also fp8); auto: bf16 if that is fast here, else f32",
     )
     pools: PoolsSpec = Field(description="the pools: prefill and decode, or mixed, or all three")
     kv: KVSpec = Field(default_factory=lambda: KVSpec(), description="the KV cache, alike in all roles")

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations
 
 from trtpd.build.backends.tensorrt_llm.descriptor import Descriptor
-from trtpd.build.checks import Finding, error
+from trtpd.build.backends.tensorrt_llm.release import parse_release
+from trtpd.build.checks import Finding, error, warning
 from trtpd.build.kv_mapping import Side, mapping_fault
 
 _REBUILD = "give both roles the same and build them again"
@@ -30,6 +31,7 @@ def check_pairs(found: Sequence[Descriptor]) -> Iterator[Finding]:
     if len(found) > 1:
         for one in found:
             yield from _power_of_two(one)
+            yield from _stages(one)
     for source in found:
         for sink in found:
             if source.role in ("prefill", "mixed") and sink.role in ("decode", "mixed") and source is not sink:
@@ -63,6 +65,18 @@ def _power_of_two(d: Descriptor) -> Iterator[Finding]:
                 f"has {name} {size}; engines hand KV over only between sizes that are powers of two",
                 f"set it to {1 << size.bit_length() - 1} or {1 << size.bit_length()}",
             )
+
+
+def _stages(d: Descriptor) -> Iterator[Finding]:
+    release = parse_release(d.version) if d.version is not None else None
+    if (d.pp_size or 1) > 1 and release is not None and release.mode == "engine":
+        yield warning(
+            "trt_pp_hang",
+            d.where,
+            (d.pp_size, 1),
+            f"has pp {d.pp_size}; between stages of engines that hand KV over this line has hung (#12528)",
+            "use pp 1 and a larger tp",
+        )
 
 
 def _ranks(one: Descriptor, other: Descriptor) -> Iterator[Finding]:

@@ -21,6 +21,8 @@ _SWITCHES = (
     "TRTLLM_KVCACHE_POOL_USE_FABRIC_MEMORY", "TRTLLM_DISAGG_ENABLE_INFLIGHT_CANCEL",
 )  # fmt: skip
 _BROKEN = ("TRTLLM_DISAGG_LAYERWISE", "TRTLLM_TRY_ZCOPY_FOR_KVCACHE_TRANSFER")
+_CANCEL = "TRTLLM_DISAGG_ENABLE_INFLIGHT_CANCEL"
+_TIMEOUT_MS = 600_000
 _BUFFER_SIZE = "TRTLLM_KVCACHE_TRANSFER_BUFFER_SIZE"
 _SIZE = re.compile(r"\d+(?:\.\d+)?\s*(?:B|KB|MB|GB|TB)")
 
@@ -91,6 +93,50 @@ def _timeout(d: Descriptor) -> Iterator[Finding]:
                 "has kv_transfer_timeout_ms; context workers of this line have crashed when it passed (#14565)",
                 "leave it at auto: trtpd cancels a transfer that takes too long",
             )
+        elif d.kv_transfer_timeout_ms < _TIMEOUT_MS:
+            yield warning(
+                "trt_timeout_short",
+                d.where,
+                (d.kv_transfer_timeout_ms, _TIMEOUT_MS),
+                f"has kv_transfer_timeout_ms {d.kv_transfer_timeout_ms}; under load sound transfers have run into "
+                "60000 (#15152)",
+                f"leave it at auto, or give {_TIMEOUT_MS} and more",
+            )
+
+
+def _reuse(d: Descriptor) -> Iterator[Finding]:
+    release = parse_release(d.version) if d.version is not None else None
+    if d.enable_block_reuse and d.role == "prefill" and release is not None and release.mode == "engine":
+        yield warning(
+            "trt_block_reuse",
+            d.where,
+            ("True", release.name),
+            "runs prefill with block reuse; 1.2 has evicted reused blocks before they were sent, and then both sides "
+            "wait for ever (#12542)",
+            "set enable_block_reuse: false on prefill",
+        )
+
+
+def _nixl(d: Descriptor) -> Iterator[Finding]:
+    release = parse_release(d.version) if d.version is not None else None
+    if release is None or not release.known or (d.transceiver or "").upper() != "NIXL":
+        return
+    if release.line < (1, 2):
+        yield warning(
+            "trt_nixl_old",
+            d.where,
+            (d.transceiver, release.name),
+            f"uses NIXL with TensorRT-LLM {release.name}, whose wrapper lacks symbols of NIXL 0.6 and later (#9752)",
+            "use UCX, or TensorRT-LLM 1.2",
+        )
+    if release.text.startswith("1.3.0rc24"):
+        yield warning(
+            "trt_nixl_crash",
+            d.where,
+            (d.transceiver, release.text),
+            "uses NIXL; under load this release with UCX 1.21 has crashed in transfers and cancels (its release notes)",
+            "use UCX, or another release",
+        )
 
 
 def _overlap(d: Descriptor) -> Iterator[Finding]:
@@ -178,6 +224,15 @@ def _environment(d: Descriptor) -> Iterator[Finding]:
                 f"sees {name}=1, which is reported broken (#13506)",
                 f"unset {name}",
             )
+    release = parse_release(d.version) if d.version is not None else None
+    if d.environment.get(_CANCEL) == "1" and release is not None and release.mode == "engine":
+        yield error(
+            "trt_inflight_cancel",
+            d.where,
+            (f"{_CANCEL}=1", release.name),
+            f"sees {_CANCEL}=1; engines of {release.name} can't cancel a transfer in flight (#13713)",
+            f"unset {_CANCEL}",
+        )
     size = d.environment.get(_BUFFER_SIZE)
     if size and not _SIZE.fullmatch(size):
         yield error(
@@ -222,6 +277,8 @@ def _ucx(d: Descriptor, transports: str | None) -> Iterator[Finding]:
 _RULES = (
     _transceiver,
     _timeout,
+    _reuse,
+    _nixl,
     _buffer,
     _overlap,
     _ranks,

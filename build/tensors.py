@@ -22,6 +22,8 @@ from trtpd.errors import CheckpointError
 F32Array = npt.NDArray[np.float32]
 
 HEADER_LIMIT_BYTES = 100 << 20
+ALIGNMENT_BYTES = 64
+"""What the data of a written file is aligned to: a cache line and the widest vector of a CPU."""
 
 NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "F32": np.dtype("<f4"),
@@ -124,6 +126,11 @@ class TensorFile:
         self.specs[name] = spec
         self._offsets[name] = start
 
+    def extent(self, name: str) -> tuple[int, int]:
+        """Where in the file a tensor begins and ends."""
+        start = self._data_start + self._offsets[name]
+        return start, start + self.specs[name].size_bytes
+
     def read_stored(self, name: str) -> npt.NDArray[Any]:
         """The tensor as stored, read-only over the mapped file; BF16 and F8_E4M3 as their bit
         patterns."""
@@ -207,4 +214,4 @@ def _header(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
         header[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [offset, end]}
         offset = end
     raw = json.dumps(header, separators=(",", ":")).encode()
-    return raw + b" " * (-len(raw) % 8)
+    return raw + b" " * (-(8 + len(raw)) % ALIGNMENT_BYTES)

@@ -124,9 +124,10 @@ class KVSink(Protocol):
         """Starts to connect to the offer's pools if they are new. Raises LayoutError, TransferError for what shows
         at once; what only the peer can tell ends the pulls from it."""
 
-    def begin(self, offer: Offer, blocks: Sequence[int]) -> None:
+    def begin(self, offer: Offer, blocks: Sequence[int], *, present: int = 0) -> None:
         """Starts a pull into the caller's reserved `blocks` (in prompt order; more than the prompt needs may
-        be given, and stay untouched). Raises as `handshake`, InternalError if `key` is being pulled already.
+        be given, and stay untouched). The first `present` of them hold their KV already: they stay untouched as well,
+        and only what is missing moves. Raises as `handshake`, InternalError if `key` is being pulled already.
         A hold that is over raises LeaseError where that shows at once, else the pull ends with "lease_lost".
         A pull that failed may be begun again and is then told everything anew.
         """

@@ -133,9 +133,9 @@ class PairingSink:
         name, narrowed = self._choose(offer)
         self._sinks[name].handshake(narrowed)
 
-    def begin(self, offer: Offer, blocks: Sequence[int]) -> None:
+    def begin(self, offer: Offer, blocks: Sequence[int], *, present: int = 0) -> None:
         name, narrowed = self._choose(offer)
-        self._sinks[self._by_key.get(offer.key, name)].begin(narrowed, blocks)
+        self._sinks[self._by_key.get(offer.key, name)].begin(narrowed, blocks, present=present)
         self._by_key[offer.key] = name
 
     def _choose(self, offer: Offer) -> tuple[str, Offer]:

@@ -93,11 +93,11 @@ class MemorySink:
         check_offer(offer, transport="memory", layout=self._pools.layout)
         held_source(self._hub, offer)
 
-    def begin(self, offer: Offer, blocks: Sequence[int]) -> None:
+    def begin(self, offer: Offer, blocks: Sequence[int], *, present: int = 0) -> None:
         self.handshake(offer)
         if offer.key in self._pulls:
             raise InternalError(f"request {offer.request_id} is being pulled already")
-        self._pulls[offer.key] = Pull(offer, blocks, one_piece=True)
+        self._pulls[offer.key] = Pull(offer, blocks, one_piece=True, present=present)
         held_source(self._hub, offer).renew(offer.key)
 
     def ready(self, chunk: Chunk) -> None:
@@ -153,8 +153,9 @@ def copy_all(hub: Hub, pull: Pull, pools: RankPools) -> None:
     source, began_s = held_source(hub, pull.offer), time.monotonic()
     piece, moved_bytes = pull.piece(len(pull.blocks)), 0
     arrivals = Arrivals(pull, piece, pools.layout)
+    blocks = pull.offer.blocks[piece.start :], pull.blocks[piece.start :]
     for route in plan_routes(pull.offer.layout, pools):
-        for run in coalesce(pull.offer.blocks, pull.blocks):
+        for run in coalesce(*blocks, first_index=piece.start):
             copy_run(route, source.pools.by_rank[route.source_rank], run, arrivals)
         moved_bytes += len(piece) * len(route.arrays) * route.block_bytes()
     held_source(hub, pull.offer)

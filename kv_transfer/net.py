@@ -90,8 +90,8 @@ class NetSink(Sink, Generic[AnyLink]):
         name, peer = self._peer(offer)
         self.puller(name, peer.tend)
 
-    def begin(self, offer: Offer, blocks: Sequence[int]) -> None:
-        pull = self.new_pull(offer, blocks)
+    def begin(self, offer: Offer, blocks: Sequence[int], *, present: int = 0) -> None:
+        pull = self.new_pull(offer, blocks, present)
         name, peer = self._peer(offer)
         puller = self.puller(name, peer.tend)
         self.start_pull(name, puller, pull, self.make_carrier(peer, pull))

@@ -123,7 +123,8 @@ class OpaqueSink:
         if not offer.opaque:
             raise TransferError(f"{offer.instance} offers request {offer.request_id} without its engine's state")
 
-    def begin(self, offer: Offer, blocks: Sequence[int]) -> None:
+    def begin(self, offer: Offer, blocks: Sequence[int], *, present: int = 0) -> None:
+        del present  # what the engine finds of a prompt is its own affair
         self.handshake(offer)
         _no_blocks(blocks)
         if offer.key in self._offers:

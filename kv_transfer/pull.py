@@ -14,16 +14,19 @@ from trtpd.kv_transfer.reshard import check_convertible
 class Pull:
     """One offer on its way into `blocks`. Indexes count blocks of the prompt."""
 
-    def __init__(self, offer: Offer, blocks: Sequence[int], *, one_piece: bool) -> None:
-        """`one_piece`: nothing is to be copied before the seal. Raises InternalError for too few blocks."""
+    def __init__(self, offer: Offer, blocks: Sequence[int], *, one_piece: bool, present: int = 0) -> None:
+        """`one_piece`: nothing is to be copied before the seal. `present`: the first blocks, which hold their KV
+        already. Raises InternalError for too few blocks."""
         self.offer = offer
         self.blocks = tuple(blocks[: len(offer.blocks)])
         if len(self.blocks) < len(offer.blocks) or len(set(blocks)) < len(blocks):
             raise InternalError(f"request {offer.request_id} was given blocks {blocks} for {len(offer.blocks)} offered")
+        if not 0 <= present <= offer.prompt_tokens // offer.layout.tokens_per_block:
+            raise InternalError(f"request {offer.request_id}: {present} blocks of {len(offer.blocks)} are to be full")
         self.digests: dict[int, tuple[int, ...]] = {}
         self.fault: TransferError | None = None
         self.aborted = False
-        self.done = 0
+        self.done = present
         self._one_piece = one_piece
         self._available = 0
         self._sealed_s: float | None = None

@@ -116,8 +116,8 @@ class ShmSink(Sink):
         self._connect(offer)
         self.puller(TRANSPORT, self._peers.tend)
 
-    def begin(self, offer: Offer, blocks: Sequence[int]) -> None:
-        pull = self.new_pull(offer, blocks)
+    def begin(self, offer: Offer, blocks: Sequence[int], *, present: int = 0) -> None:
+        pull = self.new_pull(offer, blocks, present)
         puller = self.puller(TRANSPORT, self._peers.tend)
         carrier = self._connect(offer)
         confirmed_s = carrier.open(self._clock())

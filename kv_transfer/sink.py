@@ -41,9 +41,10 @@ class Sink:
         self._closed_results: list[PullResult] = []
         self._closed = False
 
-    def new_pull(self, offer: Offer, blocks: Sequence[int]) -> Pull:
+    def new_pull(self, offer: Offer, blocks: Sequence[int], present: int) -> Pull:
         """Raises InternalError for blocks that can't take it."""
-        pull = Pull(offer, blocks, one_piece=offer.prompt_tokens < self.settings.one_piece_tokens)
+        one_piece = offer.prompt_tokens < self.settings.one_piece_tokens
+        pull = Pull(offer, blocks, one_piece=one_piece, present=present)
         if max(pull.blocks) >= self.pools.num_blocks:
             raise InternalError(f"block {max(pull.blocks)} reserved in a pool of {self.pools.num_blocks}")
         return pull

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimRequest:
     """One client: what it asks for, and whether it leaves early (`leaves_after_s`) or its text meets a stop
-    string (`stops_at_index`)."""
+    string (`stops_at_index`). `block_hashes` as in events.Arrived."""
 
     at_s: float
     prompt_tokens: int
@@ -19,6 +19,9 @@ class SimRequest:
     tpot_s: float | None = None
     leaves_after_s: float | None = None
     stops_at_index: int | None = None
+    priority: int = 0
+    tenant: str = ""
+    block_hashes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import yaml
 
-from trtpd.build.fetch import fetch_smollm2
+from trtpd.build.fetch import fetch_model
 from trtpd.errors import ServeError
 
 TRTPD = (sys.executable, "-P", "-m", "trtpd.cli")
@@ -79,7 +79,7 @@ def kind_of(command: list[str]) -> str:
 def tiny_model(folder: Path, *, model: Path | None = None) -> Path:
     """A Hugging Face folder with SmolLM2's tokenizer (or that of `model`) and a TINY shape; it has no weights, which
     emulated engines don't read."""
-    source = model or fetch_smollm2()
+    source = model or fetch_model("smollm2")
     folder.mkdir(parents=True)
     for file in source.glob("*.json"):
         shutil.copy(file, folder / file.name)

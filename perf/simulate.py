@@ -127,16 +127,18 @@ class Simulation:
 
     def _tell_router(self, event: Event) -> None:
         self.events += 1
-        self._note("in", event)
         commands = self.core.handle(self.now_s, event)
         if self._check:
             self.core.check_integrity()
+        if self._trace is not None:
+            self._note("in", event)
+            for command in commands:
+                self._note("out", command)
         for command in commands:
-            self._note("out", command)
-            if isinstance(command, Submit | Pull | Withdraw | Cancel):
-                self._send(self.nodes[command.instance], command)
-            elif isinstance(command, Emit):
+            if isinstance(command, Emit):
                 self._emitted(command)
+            elif isinstance(command, Submit | Pull | Withdraw | Cancel):
+                self._send(self.nodes[command.instance], command)
             elif isinstance(command, Finish | Refuse):
                 self.outcomes[command.request_id].end(command, self.now_s)
             elif isinstance(command, WakeAt):
@@ -152,6 +154,7 @@ class Simulation:
             prompt_tokens=request.prompt_tokens,
             max_tokens=request.max_tokens,
             output_tokens=request.output_tokens,
+            block_hashes=request.block_hashes,
         )
         if request.leaves_after_s is not None:
             self._at(self.now_s + request.leaves_after_s, lambda: self._tell_router(ClientGone(request_id=number)))
@@ -163,6 +166,9 @@ class Simulation:
                 deadline_s=self.now_s + request.timeout_s,
                 ttft_s=request.ttft_s,
                 tpot_s=request.tpot_s,
+                priority=request.priority,
+                tenant=request.tenant,
+                block_hashes=request.block_hashes,
             )
         )
 
@@ -206,11 +212,13 @@ class Simulation:
             node.moves.pop((command.request_id, command.attempt), None)
         self._kick(node, worker)
 
-    def _report(self, node: Node, worker: SimulatedWorker, events: Sequence[InstanceEvent]) -> None:
-        """One message to the router, behind those sent before it."""
+    def _report(
+        self, node: Node, worker: SimulatedWorker, events: Sequence[InstanceEvent], plan: StepPlan | None = None
+    ) -> None:
+        """One message to the router, behind those sent before it; `plan` if it reports a step."""
         if not events:
             return
-        load = worker.load()
+        load = worker.load() if plan is None else worker.load(step_s=node.step_s, step_tokens=plan.tokens)
         step = Step(instance=node.spec.name, generation=worker.generation, events=tuple(events), load=load)
         at_s = self.now_s + self._network.message_s
         if self._faults.drop_rate and self._rng.random() < self._faults.drop_rate:
@@ -226,9 +234,11 @@ class Simulation:
         self._report(node, worker, offers)
         if plan is None:
             return
-        step_s = self._model.step_s(**worker.cost_of(plan)) * self._slowness(node.spec.name)
+        node.step_s = self._model.step_s(**worker.cost_of(plan))
+        if self._faults.slow:
+            node.step_s *= self._slowness(node.spec.name)
         node.stepping = True
-        self._at(self.now_s + step_s, lambda: self._stepped(node, worker, plan))
+        self._at(self.now_s + node.step_s, lambda: self._stepped(node, worker, plan))
 
     def _slowness(self, instance: str) -> float:
         factor = 1.0
@@ -241,7 +251,7 @@ class Simulation:
         if node.worker is not worker:
             return
         node.stepping = False
-        self._report(node, worker, worker.finish(plan))
+        self._report(node, worker, worker.finish(plan), plan)
         self._kick(node, worker)
 
     def _pulled(self, node: Node, worker: SimulatedWorker, key: Key) -> None:

@@ -7,11 +7,12 @@ share it.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Literal
 
 from trtpd.errors import InternalError
-from trtpd.runtime.core.cluster import blocks_for
 from trtpd.runtime.core.events import (
     Cancel,
     Capabilities,
@@ -33,15 +34,18 @@ from trtpd.runtime.core.events import (
     TransferFailed,
     Withdraw,
 )
+from trtpd.runtime.core.instance import blocks_for
 from trtpd.runtime.engine.batching import PlanState, Prefilling, StepLimits, StepPlan, Waiting, plan_step
 
 Key = tuple[int, int]
 Phase = Literal["waiting", "prefilling", "held", "pulling", "joining", "decoding"]
+PHASES: tuple[Phase, ...] = ("waiting", "prefilling", "held", "pulling", "joining", "decoding")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
-    """What an instance registers with, and its step limits."""
+    """What an instance registers with, and its step limits. `cache_blocks`: prompt blocks it remembers, beside its
+    KV pool; what it remembers of a prompt it does not compute again."""
 
     name: str
     role: Role
@@ -57,7 +61,11 @@ class WorkerSpec:
     fingerprint: str = "f"
     pairing_key: str = "k"
     host: str = "h"
+    transports: tuple[str, ...] = ("sim",)
     capabilities: Capabilities = field(default_factory=Capabilities)
+    cache_blocks: int = 0
+    gpus: tuple[str, ...] = ()
+    gpu_links: tuple[tuple[str, str], ...] = ()
 
     def hello(self, generation: str) -> Hello:
         return Hello(
@@ -74,8 +82,10 @@ class WorkerSpec:
             max_batch=self.max_batch,
             bytes_per_token=self.bytes_per_token,
             prefill_tokens_per_s=self.prefill_tokens_per_s,
-            transports=("sim",),
+            transports=self.transports,
             capabilities=self.capabilities,
+            gpus=self.gpus,
+            gpu_links=self.gpu_links,
         )
 
 
@@ -88,6 +98,7 @@ class Truth:
     prompt_tokens: int
     max_tokens: int
     output_tokens: int
+    block_hashes: tuple[int, ...] = ()
 
     @property
     def finish(self) -> FinishReason:
@@ -116,6 +127,11 @@ class Running:
     sealed: bool = False
     source: str = ""
 
+    @property
+    def uncomputed_tokens(self) -> int:
+        """Prompt tokens to compute here."""
+        return 0 if self.kind == "pulled" else self.context_tokens - self.done_tokens
+
 
 class SimulatedWorker:
     """One life of one instance: a restart is a new object. `truths` is shared with the driver, which fills
@@ -132,10 +148,36 @@ class SimulatedWorker:
         self.sequences: dict[Key, Running] = {}
         self.blocks_free = spec.kv_blocks
         self._truths = truths
+        self._in: dict[Phase, dict[Key, Running]] = {phase: {} for phase in PHASES}
+        self._held_blocks = 0
+        self._queued_tokens = 0
+        self._decode_kv_tokens = 0
+        self._cache: OrderedDict[int, None] = OrderedDict()
         self._set_aside_blocks = 0
+        self._last_plan: StepPlan | None = None
         self._limits = StepLimits(
             max_step_tokens=spec.max_step_tokens, chunk_tokens=spec.chunk_tokens, max_batch=spec.max_batch
         )
+
+    def _enter(self, sequence: Running) -> None:
+        self._last_plan = None
+        self.sequences[sequence.key] = sequence
+        self._in[sequence.phase][sequence.key] = sequence
+        self._queued_tokens += sequence.uncomputed_tokens
+
+    def _move(self, sequence: Running, phase: Phase) -> None:
+        """To another phase; the sums follow."""
+        self._leave_phase(sequence)
+        sequence.phase = phase
+        self._in[phase][sequence.key] = sequence
+        self._held_blocks += sequence.blocks if phase == "held" else 0
+        self._decode_kv_tokens += sequence.kv_tokens if phase == "decoding" else 0
+
+    def _leave_phase(self, sequence: Running) -> None:
+        self._last_plan = None
+        del self._in[sequence.phase][sequence.key]
+        self._held_blocks -= sequence.blocks if sequence.phase == "held" else 0
+        self._decode_kv_tokens -= sequence.kv_tokens if sequence.phase == "decoding" else 0
 
     def take(self, command: Submit | Pull | Withdraw | Cancel) -> list[InstanceEvent]:
         """Carries out a command as far as it needs no step."""
@@ -158,16 +200,32 @@ class SimulatedWorker:
         key = (command.request_id, command.attempt)
         if key in self.sequences:
             raise InternalError(f"{self.spec.name} is given {key} twice")
-        self.sequences[key] = Running(
-            key=key,
-            truth=truth,
-            kind="local" if local else "context_only",
-            context_tokens=context,
-            next_index=len(command.journal),
-            phase="waiting",
-            blocks=blocks_for(total, self.spec.tokens_per_block),
+        self._enter(
+            Running(
+                key=key,
+                truth=truth,
+                kind="local" if local else "context_only",
+                context_tokens=context,
+                next_index=len(command.journal),
+                phase="waiting",
+                blocks=blocks_for(total, self.spec.tokens_per_block),
+                done_tokens=self._cached_tokens(truth),
+            )
         )
         return []
+
+    def _cached_tokens(self, truth: Truth) -> int:
+        """Of the prompt, and remembers it from now on: the blocks used last."""
+        hits = 0
+        while hits < len(truth.block_hashes) and truth.block_hashes[hits] in self._cache:
+            hits += 1
+        if self.spec.cache_blocks:
+            for block in reversed(truth.block_hashes):
+                self._cache[block] = None
+                self._cache.move_to_end(block)
+            while len(self._cache) > self.spec.cache_blocks:
+                self._cache.popitem(last=False)
+        return min(hits * self.spec.tokens_per_block, truth.prompt_tokens - 1)
 
     def _pull(self, command: Pull) -> list[InstanceEvent]:
         key = (command.request_id, command.attempt)
@@ -182,7 +240,7 @@ class SimulatedWorker:
                 reason = f"{blocks} blocks are needed, {self.blocks_free} are free"
                 return [self._rejected(command, "capacity", reason)]
             self.blocks_free -= blocks
-            sequence = self.sequences[key] = Running(
+            sequence = Running(
                 key=key,
                 truth=truth,
                 kind="pulled",
@@ -192,6 +250,7 @@ class SimulatedWorker:
                 blocks=blocks,
                 source=command.offer.decode(),
             )
+            self._enter(sequence)
             events.append(TransferBegun(request_id=command.request_id, attempt=command.attempt))
         if sequence is not None and sequence.phase == "pulling":
             for chunk in command.chunks:
@@ -203,7 +262,8 @@ class SimulatedWorker:
     def end_pull(self, key: Key, *, seconds: float, exposed_s: float) -> list[InstanceEvent]:
         """The copy is complete: the sequence joins the batch as soon as there is a place."""
         sequence = self.sequences[key]
-        sequence.phase, sequence.kv_tokens = "joining", sequence.context_tokens
+        sequence.kv_tokens = sequence.context_tokens
+        self._move(sequence, "joining")
         return [
             TransferDone(
                 request_id=key[0],
@@ -227,31 +287,37 @@ class SimulatedWorker:
 
     def begin(self) -> tuple[StepPlan | None, list[InstanceEvent]]:
         """What the next step computes (None if there is nothing to do) and the offers made by starting it."""
+        if self._last_plan is not None:
+            return self._last_plan, []
         plan = plan_step(self._plan_state(), self._limits)
         self._set_aside_blocks = plan.short_blocks
         for key in plan.joined:
-            self.sequences[key].phase = "decoding"
+            self._move(self.sequences[key], "decoding")
         offers: list[InstanceEvent] = []
         for key in plan.admitted:
             sequence = self.sequences[key]
             self.blocks_free -= sequence.blocks
-            sequence.phase = "prefilling"
+            self._move(sequence, "prefilling")
             if sequence.kind == "context_only":
                 offers.append(self._offered(sequence))
+        # Nothing but decodes, and nobody waits: the next step is the same until somebody comes or goes.
+        if plan.decodes and not plan.prefills and not self._in["waiting"] and not self._in["joining"]:
+            self._last_plan = plan
         return (plan if plan.tokens else None), offers
 
     def _plan_state(self) -> PlanState:
-        def of(phase: Phase) -> list[Running]:
-            return [sequence for sequence in self.sequences.values() if sequence.phase == phase]
-
+        inside = self._in
         return PlanState(
-            decoding=[s.key for s in of("decoding")],
-            joining=[s.key for s in of("joining")],
+            decoding=tuple(inside["decoding"]),
+            joining=tuple(inside["joining"]),
             prefilling=[
                 Prefilling(key=s.key, prompt_tokens=s.context_tokens, done_tokens=s.done_tokens)
-                for s in of("prefilling")
+                for s in inside["prefilling"].values()
             ],
-            waiting=[Waiting(key=s.key, prompt_tokens=s.context_tokens, peak_blocks=s.blocks) for s in of("waiting")],
+            waiting=[
+                Waiting(key=s.key, prompt_tokens=s.context_tokens, peak_blocks=s.blocks)
+                for s in islice(inside["waiting"].values(), self._limits.max_running)
+            ],
             available_blocks=self.blocks_free,
         )
 
@@ -262,6 +328,7 @@ class SimulatedWorker:
             sequence = self.sequences.get(key)
             if sequence is not None:
                 sequence.kv_tokens += 1
+                self._decode_kv_tokens += 1
                 events.append(self._next_token(sequence))
         for part in plan.prefills:
             sequence = self.sequences.get(part.key)
@@ -271,6 +338,7 @@ class SimulatedWorker:
 
     def _prefilled(self, sequence: Running, tokens: int) -> list[InstanceEvent]:
         sequence.done_tokens += tokens
+        self._queued_tokens -= tokens
         request_id, attempt = sequence.key
         events: list[InstanceEvent] = []
         if self.spec.capabilities.chunk_events:
@@ -282,9 +350,9 @@ class SimulatedWorker:
             return events
         sequence.kv_tokens = sequence.context_tokens
         if sequence.kind == "local":
-            sequence.phase = "decoding"
+            self._move(sequence, "decoding")
             return [*events, self._next_token(sequence)]
-        sequence.phase = "held"
+        self._move(sequence, "held")
         truth, index = sequence.truth, sequence.next_index
         sealed = Sealed(
             request_id=request_id,
@@ -331,27 +399,32 @@ class SimulatedWorker:
 
     def _free(self, key: Key) -> None:
         sequence = self.sequences.pop(key)
+        self._leave_phase(sequence)
+        self._queued_tokens -= sequence.uncomputed_tokens
         if sequence.phase != "waiting":
             self.blocks_free += sequence.blocks
 
     def cost_of(self, plan: StepPlan) -> dict[str, int]:
-        """The plan as the arguments of `StepTimeModel.step_s`."""
+        """The plan as the arguments of `StepTimeModel.step_s`, before it is done."""
         parts = [(part.tokens, self.sequences[part.key].done_tokens) for part in plan.prefills]
         return {
             "n_prefill": len(parts),
             "prefill_tokens": sum(tokens for tokens, _ in parts),
             "prefill_kv_tokens": sum(done + tokens // 2 for tokens, done in parts),
             "n_decode": len(plan.decodes),
-            "decode_kv_tokens": sum(self.sequences[key].kv_tokens for key in plan.decodes),
+            "decode_kv_tokens": self._decode_kv_tokens,
         }
 
-    def load(self) -> Load:
-        sequences = self.sequences.values()
-        left = (s.context_tokens - s.done_tokens for s in sequences if s.phase in ("waiting", "prefilling"))
+    def load(self, *, step_s: float = 0.0, step_tokens: int = 0) -> Load:
+        """`step_s` and `step_tokens` are of the step that is reported, if one is."""
+        inside = self._in
         return Load(
             kv_blocks_free=self.blocks_free,
-            kv_blocks_held=sum(s.blocks for s in sequences if s.phase == "held"),
-            running=sum(s.phase in ("prefilling", "decoding") for s in sequences),
-            waiting=sum(s.phase in ("waiting", "joining") for s in sequences),
-            queued_tokens=sum(left),
+            kv_blocks_held=self._held_blocks,
+            running=len(inside["prefilling"]) + len(inside["decoding"]),
+            waiting=len(inside["waiting"]) + len(inside["joining"]),
+            queued_tokens=self._queued_tokens,
+            step_s=step_s,
+            step_tokens=step_tokens,
+            cached_blocks=len(self._cache),
         )

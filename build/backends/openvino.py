@@ -4,17 +4,20 @@ The graph is built and compiled at load (a paged-attention graph can't be re-imp
 weights in the role's precision and `config.json`. What an engine may rely on:
 
 - Tensors are named as in Hugging Face; linear weights are `[out, in]`, row-major.
-- Each file holds its rank's part of the linear weights, as sharding.py cuts them. What every rank has whole
+- Each file holds its rank's part of the linear weights and biases, as sharding.py cuts them. What every rank has whole
   (embedding and norms) is in rank 0's file only.
-- Norms are F32 in every build.
+- Norms and biases are F32 in every build, as the checkpoint has them: what a family adds to a norm is not in them.
 - f32 builds: everything is F32.
 - bf16 builds: every other tensor is bf16, stored as U16 bit patterns, since numpy has no bf16.
+- f16 builds: every other tensor is F16. A weight beyond its range is refused.
 - int8 builds: a linear weight W is I8 under its own name, and `<name>.scale` beside it is F32 of shape
   `[out, 1]`; the weight is `W * scale`. W is quantised before it is cut, so its values don't depend on tp.
   `model.embed_tokens.weight` is bf16 as above.
 - `lm_head.weight` is there if the head is untied. A tied head uses `model.embed_tokens.weight`, except in
   int8 builds, which hold an I8 `lm_head.weight` with its scale too: the head is a fifth of a small model's
   traffic.
+- Matrices come first, in the order of computation, then vectors and scales; the data begins at a multiple of 64
+  bytes. So q, k and v of a layer, and gate and up, are each one matrix to whoever maps the file.
 - Each file's metadata: `bf16_as_u16` is a JSON list of the names of all bf16 tensors, `weights` names the
   weights (equal for files of one engine, and for engines of equal content).
 """
@@ -32,16 +35,16 @@ import numpy as np
 import numpy.typing as npt
 
 from trtpd.build.backends.base import Job, Progress
-from trtpd.build.checkpoint import Checkpoint, expected_shapes
+from trtpd.build.checkpoint import Checkpoint
 from trtpd.build.files import digest_of, link_or_copy
 from trtpd.build.manifest import Architecture, EngineConfig, Precision
-from trtpd.build.sharding import HEAD, Shard, cut_of, shard_of
+from trtpd.build.shapes import EMBEDDING, HEAD, expected_shapes
+from trtpd.build.sharding import Shard, cut_of, shard_of
 from trtpd.build.tensors import F32Array, TensorFile, TensorSpec, TensorWriter, bf16_bits
 from trtpd.errors import CheckpointError
 
-EMBEDDING = "model.embed_tokens.weight"
 SCALE = ".scale"
-WEIGHTS_FORMAT = 1
+WEIGHTS_FORMAT = 2
 
 StoredArray = npt.NDArray[Any]
 
@@ -123,16 +126,19 @@ def _metadata(specs: Sequence[TensorSpec], key: str) -> dict[str, str]:
 
 
 def _whole_specs(architecture: Architecture, precision: Precision) -> list[TensorSpec]:
-    specs: list[TensorSpec] = []
+    matrices: list[TensorSpec] = []
+    vectors: list[TensorSpec] = []
+    scales: list[TensorSpec] = []
     shapes = expected_shapes(architecture)
     if precision == "int8":
         shapes.setdefault(HEAD, shapes[EMBEDDING])
     for name, shape in shapes.items():
         dtype = _stored_dtype(name, shape, precision)
-        specs.append(TensorSpec(name=name, dtype=dtype, shape=shape))
+        group = matrices if len(shape) > 1 else vectors
+        group.append(TensorSpec(name=name, dtype=dtype, shape=shape))
         if dtype == "I8":
-            specs.append(TensorSpec(name=name + SCALE, dtype="F32", shape=(shape[0], 1)))
-    return specs
+            scales.append(TensorSpec(name=name + SCALE, dtype="F32", shape=(shape[0], 1)))
+    return [*matrices, *vectors, *scales]
 
 
 def _rank_spec(spec: TensorSpec, architecture: Architecture, shard: Shard) -> TensorSpec | None:
@@ -148,21 +154,35 @@ def _rank_spec(spec: TensorSpec, architecture: Architecture, shard: Shard) -> Te
 def _stored_dtype(name: str, shape: tuple[int, ...], precision: Precision) -> str:
     if precision == "f32" or len(shape) == 1:
         return "F32"
+    if precision == "f16":
+        return "F16"
     return "U16" if precision == "bf16" or name == EMBEDDING else "I8"
 
 
 def _stored_arrays(checkpoint: Checkpoint, specs: list[TensorSpec]) -> Iterator[StoredArray]:
     tied = checkpoint.architecture.tie_word_embeddings
+    scales: dict[str, F32Array] = {}
     for spec in specs:
-        if spec.name.endswith(SCALE):
+        if spec.name in scales:
+            yield scales[spec.name]
             continue
         weight = checkpoint.read(EMBEDDING if spec.name == HEAD and tied else spec.name)
         if not np.isfinite(weight).all():
             raise CheckpointError(f"{checkpoint.path}: {spec.name} holds values that aren't finite numbers")
         if spec.dtype == "I8":
-            yield from quantise(weight)
+            values, scales[spec.name + SCALE] = quantise(weight)
+            yield values
+        elif spec.dtype == "F16":
+            yield _as_f16(checkpoint.path, spec.name, weight)
         else:
             yield bf16_bits(weight) if spec.dtype == "U16" else weight
+
+
+def _as_f16(path: Path, name: str, weight: F32Array) -> npt.NDArray[np.float16]:
+    largest = float(np.abs(weight).max(initial=0.0))
+    if largest > np.finfo(np.float16).max:
+        raise CheckpointError(f"{path}: {name} holds {largest:g}, beyond what f16 can: build with precision bf16")
+    return weight.astype(np.float16)
 
 
 class OpenVINOBackend:

@@ -3,10 +3,18 @@ early."""
 
 from __future__ import annotations
 
-from trtpd.runtime.core.cluster import Cluster, Instance
+from dataclasses import dataclass
+
+import numpy as np
+
+from trtpd.runtime.core.books import Books
+from trtpd.runtime.core.cluster import Cluster
+from trtpd.runtime.core.degrade import Rung
 from trtpd.runtime.core.events import Arrived, Refuse
-from trtpd.runtime.core.policy import Policy
-from trtpd.runtime.core.requests import Backlog
+from trtpd.runtime.core.lifecycle import State
+from trtpd.runtime.core.ranks import Table
+from trtpd.runtime.core.requests import Request
+from trtpd.runtime.core.score import too_late
 
 RETRY_LEAST_S = 0.5
 RETRY_MOST_S = 30.0
@@ -24,15 +32,13 @@ def model_of(arrived: Arrived, cluster: Cluster) -> str | Refuse:
     return models[0]
 
 
-def refusal(
-    arrived: Arrived, model: str, *, cluster: Cluster, backlog: Backlog, policy: Policy, now_s: float
-) -> Refuse | None:
+def refusal(arrived: Arrived, model: str, books: Books) -> Refuse | None:
     """Why `arrived` is refused; None if it is admitted."""
     return (
         _malformed(arrived)
-        or _too_long(arrived, model, cluster)
-        or _unserved(arrived, model, cluster, policy, now_s)
-        or _saturated(arrived, model, cluster, backlog, policy, now_s)
+        or _too_long(arrived, model, books.cluster)
+        or _unserved(arrived, model, books)
+        or _saturated(arrived, model, books)
     )
 
 
@@ -67,41 +73,157 @@ def _too_long(arrived: Arrived, model: str, cluster: Cluster) -> Refuse | None:
     )
 
 
-def _unserved(arrived: Arrived, model: str, cluster: Cluster, policy: Policy, now_s: float) -> Refuse | None:
-    last_s = cluster.last_usable_s(model, now_s)
+def _unserved(arrived: Arrived, model: str, books: Books) -> Refuse | None:
+    last_s = books.cluster.last_usable_s(model)
     if last_s is None:
         message = f"no instance has served model {model!r} yet; see the status of this deployment"
         return _refuse(arrived, "no_instance", message)
-    if now_s - last_s > policy.no_instance_grace_s:
-        message = f"no instance has served model {model!r} for {now_s - last_s:.0f} s; see `trtpd status`"
-        return _refuse(arrived, "no_instance", message)
+    if books.now_s - last_s > books.policy.no_instance_grace_s:
+        return _refuse(arrived, "no_instance", nobody_for(model, books.now_s - last_s))
     return None
 
 
-def _saturated(
-    arrived: Arrived, model: str, cluster: Cluster, backlog: Backlog, policy: Policy, now_s: float
-) -> Refuse | None:
-    instances = cluster.usable_prefillers(model, now_s)
-    wait_s = backlog_s(instances, backlog.tokens_of(model))
-    retry_after_s = round(min(max(wait_s, RETRY_LEAST_S), RETRY_MOST_S), 1)
-    if len(backlog) >= policy.queue_limit:
-        message = f"{len(backlog)} requests wait already; try again in {retry_after_s} s"
-        return _refuse(arrived, "saturated", message, retry_after_s)
-    rate = max((instance.hello.prefill_tokens_per_s for instance in instances), default=0.0)
-    own_s = arrived.prompt_tokens / rate if rate else 0.0
-    left_s = arrived.deadline_s - now_s
-    if wait_s + own_s > left_s > 0.0:
-        message = (
-            f"its first token is expected in {wait_s + own_s:.1f} s and its deadline is in {left_s:.1f} s; "
-            f"try again in {retry_after_s} s"
-        )
-        return _refuse(arrived, "saturated", message, retry_after_s)
-    return None
+def nobody_for(model: str, seconds: float) -> str:
+    return f"no instance has served model {model!r} for {seconds:.0f} s; see `trtpd status`"
 
 
-def backlog_s(instances: list[Instance], waiting_tokens: int) -> float:
-    """Seconds of prefill that stand before a new request, spread over all instances that prefill."""
-    rate = sum(instance.hello.prefill_tokens_per_s for instance in instances)
-    if rate <= 0.0:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """What a new request would meet. `wait_s`: prompts before its own, at the instances and in the queue, spread
+    over all that prefill; `own_s`: its prefill and hand-off with nothing before it; `place_s`: until decode has a
+    place in which it keeps its TPOT target."""
+
+    wait_s: float
+    own_s: float
+    place_s: float
+
+    @property
+    def ttft_s(self) -> float:
+        return max(self.wait_s, self.place_s) + self.own_s
+
+
+def forecast(arrived: Arrived, model: str, books: Books) -> Forecast:
+    """For a request that would be admitted now."""
+    books.settle()
+    cluster = books.cluster
+    tables = cluster.prefillers(model)
+    queued, rate, own_s = 0.0, 0.0, float("inf")
+    for table in tables:
+        waiting, table_rate = table.queue()
+        queued, rate = queued + waiting, rate + table_rate
+        stretch = cluster.costs.stretch(table.role, arrived.prompt_tokens)
+        own_s = min(own_s, arrived.prompt_tokens * stretch / float(table.rate.max()))
+    queue = books.backlog.queues.get(model)
+    if queue is not None and len(queue):
+        queued += queue.tokens_ahead(arrived.priority, arrived.tenant)
+    if not tables:
+        return Forecast(wait_s=0.0, own_s=0.0, place_s=0.0)
+    place_s = 0.0
+    if arrived.ttft_s is not None or arrived.tpot_s is not None:
+        ahead = len(queue) if queue is not None else 0
+        place_s = _place_s(arrived, model, books, ahead)
+    return Forecast(wait_s=queued / rate, own_s=own_s + books.policy.handoff_s, place_s=place_s)
+
+
+def _place_s(arrived: Arrived, model: str, books: Books, ahead: int) -> float:
+    """Seconds until decode has a place for it, behind `ahead` others: 0 while there is one."""
+    total = arrived.prompt_tokens + arrived.max_tokens
+    for table in _decoders(books, model):
+        fits = table.whole_fits >= total
+        late = too_late(table, arrived.tpot_s, books.cluster.costs)
+        if (fits if late is None else fits & ~late).any():
+            return 0.0
+    return place_wait_s(books, model, ahead + 1)
+
+
+def place_wait_s(books: Books, model: str, waiting: int) -> float:
+    """Seconds until so many sequences have ended on decode; 0 where nobody knows."""
+    ends_per_s = sum(map(_ends_per_s, _decoders(books, model)))
+    return waiting / ends_per_s if ends_per_s > 0.0 else 0.0
+
+
+def _decoders(books: Books, model: str) -> list[Table]:
+    """Those that would decode a new request: decode and mixed instances that serve, or whatever does without
+    them."""
+    tables = [table for table in books.cluster.tables(model) if table.open]
+    return [table for table in tables if table.role != "prefill"] or tables
+
+
+def _ends_per_s(table: Table) -> float:
+    """Sequences that end there a second: each writes a token a step and has so many left."""
+    busy = (table.sequences > 0.0) & (table.capacity >= 0.0)
+    if not busy.any():
         return 0.0
-    return (sum(instance.queued_tokens for instance in instances) + waiting_tokens) / rate
+    sequences = table.sequences[busy]
+    step_s = table.one_s[busy] + table.each_s[busy] * (sequences - 1.0)
+    left = np.maximum(table.left[busy] / sequences, 1.0)
+    return float((sequences / (left * np.maximum(step_s, 1e-6))).sum())
+
+
+def _saturated(arrived: Arrived, model: str, books: Books) -> Refuse | None:
+    """Whether it comes too late for its deadline or targets, or there are too many already."""
+    seen = forecast(arrived, model, books)
+    retry_after_s = round(min(max(seen.wait_s, seen.place_s, RETRY_LEAST_S), RETRY_MOST_S), 1)
+    text = _shed(arrived, books) or _late(arrived, seen, books) or _full(arrived, model, books)
+    if text is None:
+        return None
+    reason, message = text
+    books.tally.shed[reason] += 1
+    return _refuse(arrived, "saturated", f"{message}; try again in {retry_after_s} s", retry_after_s)
+
+
+def _shed(arrived: Arrived, books: Books) -> tuple[str, str] | None:
+    ladder = books.ladder
+    if ladder.rung >= Rung.REFUSE:
+        return "rung_refuse", f"the deployment is overloaded ({ladder.reason}) and takes no new requests"
+    if ladder.rung >= Rung.SHED_LOW and arrived.priority < 0:
+        return "rung_shed", f"requests of priority {arrived.priority} are shed for now ({ladder.reason})"
+    return None
+
+
+def _late(arrived: Arrived, seen: Forecast, books: Books) -> tuple[str, str] | None:
+    """The deadline binds always; targets only where load is what makes it miss them: what an idle deployment could
+    not do either is served as well as it can be."""
+    ttft_s, left_s = seen.ttft_s, arrived.deadline_s - books.now_s
+    if ttft_s > left_s > 0.0:
+        return "deadline", f"its first token is expected in {ttft_s:.1f} s and its deadline is in {left_s:.1f} s"
+    if not books.policy.refuse_late:
+        return None
+    if arrived.ttft_s is not None:
+        bound_s = arrived.ttft_s if seen.own_s <= arrived.ttft_s else seen.own_s * books.policy.late_factor
+        if ttft_s > bound_s:
+            text = f"its first token is expected in {ttft_s:.2f} s, its target is {arrived.ttft_s:.2f} s"
+            return "ttft", text
+    elif arrived.tpot_s is not None and seen.place_s > books.policy.patience_s:
+        return "tpot", f"a place that keeps its TPOT target is expected in {seen.place_s:.1f} s"
+    return None
+
+
+def _full(arrived: Arrived, model: str, books: Books) -> tuple[str, str] | None:
+    """A full queue refuses, unless another's claim to a place in it is clearly less."""
+    if len(books.backlog) < books.policy.queue_limit:
+        return None
+    other = books.backlog.pushed_out_for(model, arrived.priority, arrived.tenant)
+    if other is None:
+        return "queue_full", f"{len(books.backlog)} requests wait already"
+    give_way(books, other, "its place in the full queue goes to one of higher claim", "pushed_out")
+    return None
+
+
+def give_way(books: Books, request: Request, why: str, reason: str) -> None:
+    """Ends a request that waits and was never begun, as if it had been refused on arrival."""
+    books.tally.shed[reason] += 1
+    wait_s = backlog_s(books, request.model)
+    retry_after_s = round(min(max(wait_s, RETRY_LEAST_S), RETRY_MOST_S), 1)
+    message = f"{why}; try again in {retry_after_s} s"
+    books.end(request, State.REFUSED, "saturated", message, retry_after_s=retry_after_s)
+
+
+def backlog_s(books: Books, model: str) -> float:
+    """Seconds of prefill that stand before a new request of the lowest claim."""
+    books.settle()
+    queued, rate = float(books.backlog.tokens_of(model)), 0.0
+    for table in books.cluster.prefillers(model):
+        waiting, table_rate = table.queue()
+        queued, rate = queued + waiting, rate + table_rate
+    return queued / rate if rate > 0.0 else 0.0

@@ -7,7 +7,9 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from trtpd.errors import InternalError
-from trtpd.runtime.core.cluster import Cluster, Hold, Instance, Side
+from trtpd.runtime.core.cluster import Cluster
+from trtpd.runtime.core.cost import Costs, StepWork
+from trtpd.runtime.core.degrade import Ladder, Rung
 from trtpd.runtime.core.events import (
     Cancel,
     Command,
@@ -17,12 +19,19 @@ from trtpd.runtime.core.events import (
     Quarantine,
     Refuse,
     Submit,
+    SwitchRole,
+    TopLogProbs,
     WakeAt,
     Withdraw,
 )
+from trtpd.runtime.core.fair import Backlog
+from trtpd.runtime.core.instance import Hold, Instance, Side
+from trtpd.runtime.core.lengths import Lengths
 from trtpd.runtime.core.lifecycle import State
+from trtpd.runtime.core.links import Links
+from trtpd.runtime.core.place import Rules
 from trtpd.runtime.core.policy import Policy
-from trtpd.runtime.core.requests import Backlog, Request
+from trtpd.runtime.core.requests import Request
 from trtpd.runtime.core.tally import Tally
 from trtpd.runtime.core.timers import Timers
 
@@ -31,16 +40,22 @@ class Books:
     """State, and moves that keep it consistent.
 
     `undelivered` are requests whose offer waits for a sink. `reprefills` counts new attempts in prefill.
-    `room_changed`: something happened since the last look that may let a waiting request go.
+    `room_changed`: something happened since the last look that may let a waiting request go. `step_work`: what the
+    answers of the message at hand say was computed.
     """
 
-    def __init__(self, policy: Policy, seed: int) -> None:
+    def __init__(self, policy: Policy, seed: int, costs: Costs) -> None:
         self.policy = policy
         self.rng = random.Random(seed)
         self.now_s = 0.0
-        self.cluster = Cluster()
+        self.cluster = Cluster(costs, policy.limits, self.rng)
+        self.links = Links(policy.handoff_s)
+        self.ladder = Ladder(dwell_up_s=policy.dwell_up_s, dwell_down_s=policy.dwell_down_s)
+        self.lengths: dict[str, Lengths] = {}
+        self.step_work = StepWork()
+        self.rules: dict[Rung, Rules] = {}
         self.requests: dict[int, Request] = {}
-        self.backlog = Backlog()
+        self.backlog = Backlog(policy.tenant_weights)
         self.undelivered: OrderedDict[int, Request] = OrderedDict()
         self.reprefills = 0
         self.room_changed = False
@@ -54,7 +69,7 @@ class Books:
             raise InternalError(f"{command} would go to an instance that is lost")
         self._out.append(command)
 
-    def say(self, command: Emit | Finish | Quarantine | WakeAt) -> None:
+    def say(self, command: Emit | Finish | Quarantine | SwitchRole | WakeAt) -> None:
         """Tells the driver something."""
         self._out.append(command)
 
@@ -68,6 +83,13 @@ class Books:
         out, self._out = self._out, []
         return out
 
+    def settle(self) -> None:
+        """Before anything is placed or forecast: what placement sees is brought up to date."""
+        self.cluster.settle()
+        if self.cluster.opened:
+            self.cluster.opened = False
+            self.room_changed = True
+
     def wake_for_room(self, at_s: float) -> None:
         """At that instant something opens up that was closed."""
         self.timers.at(at_s, self._room)
@@ -75,11 +97,22 @@ class Books:
     def _room(self) -> None:
         self.room_changed = True
 
+    def expected_left(self, request: Request) -> float:
+        """How many more tokens to expect of its answer."""
+        return self.lengths_of(request.model).left(len(request.journal), request.arrived.max_tokens)
+
+    def lengths_of(self, model: str) -> Lengths:
+        found = self.lengths.get(model)
+        if found is None:
+            found = self.lengths[model] = Lengths()
+        return found
+
     def reserve(
         self, request: Request, instance: Instance, side: Side, *, tokens: int, pending_tokens: int = 0
     ) -> Hold:
         """Counts `tokens` at their peak, and what is to be computed, on an instance; from now on, before it
         knows."""
+        decodes = side != "prefill"
         hold = Hold(
             instance=instance.name,
             request_id=request.id,
@@ -87,6 +120,8 @@ class Books:
             side=side,
             blocks=instance.blocks_for(tokens),
             pending_tokens=pending_tokens,
+            context_tokens=request.prompt_tokens if decodes else 0,
+            left_tokens=request.left_tokens if decodes else 0.0,
         )
         self.cluster.reserve(instance, hold)
         return hold
@@ -103,8 +138,8 @@ class Books:
         if not hold.sent:
             self.release(hold)
         elif not hold.closing:
-            hold.closing = True
-            self.cluster.progress(hold, 0)
+            self.cluster.close(hold)
+            self.room_changed = True
             self._ask_back(hold, withdraw=withdraw, reminders=self.policy.drain_reminders)
 
     def _ask_back(self, hold: Hold, *, withdraw: bool, reminders: int) -> None:
@@ -129,10 +164,22 @@ class Books:
         """Takes a new request in; `on_deadline` ends it if nothing else has by then."""
         self.requests[request.id] = request
         request.deadline = self.timers.at(request.arrived.deadline_s, lambda: on_deadline(request))
-        self.backlog.add(request)
+        self.enqueue(request)
+
+    def enqueue(self, request: Request) -> None:
+        """It waits for a place. Against its tenant's share count its prompt and the answer to expect."""
+        request.left_tokens = self.expected_left(request)
+        self.backlog.add(request, request.prompt_tokens + request.left_tokens)
         self.room_changed = True
 
-    def accept(self, request: Request, first_index: int, ids: tuple[int, ...], log_probs: tuple[float, ...]) -> int:
+    def accept(
+        self,
+        request: Request,
+        first_index: int,
+        ids: tuple[int, ...],
+        log_probs: tuple[float, ...],
+        top_log_probs: tuple[TopLogProbs, ...] = (),
+    ) -> int:
         """Puts new tokens in the journal and hands them out; returns how many of `ids` lie past `max_tokens`.
 
         Indexes that are in the journal already are dropped. `first_index` must not leave a gap.
@@ -144,10 +191,31 @@ class Books:
         new = ids[start:stop]
         if new:
             request.journal.extend(new)
-            self.say(Emit(request_id=request.id, first_index=known, ids=new, log_probs=tuple(log_probs[start:stop])))
+            self._out.append(
+                Emit(
+                    request_id=request.id,
+                    first_index=known,
+                    ids=new,
+                    log_probs=log_probs[start:stop],
+                    top_log_probs=top_log_probs[start:stop],
+                )
+            )
             request.timeline.mark_tokens(len(new), self.now_s)
             self.tally.counts["output_tokens"] += len(new)
         return max(0, len(ids) - stop)
+
+    def _note_length(self, request: Request) -> None:
+        lengths = self.lengths_of(request.model)
+        if lengths.note(max(1, request.timeline.output_tokens)):
+            for table in self.cluster.tables(request.model):
+                table.usual_tokens = lengths.usual()
+
+    def wrote(self, request: Request, hold: Hold, tokens: int) -> None:
+        """A sequence grew where it decodes. When it outgrows what was expected of it, more is expected."""
+        left = hold.left_tokens - tokens
+        if left < 1.0:
+            left = self.expected_left(request)
+        self.cluster.wrote(hold, tokens, left)
 
     def end_prefill(self, request: Request) -> None:
         """The attempt's prompt is computed, or given up: its place among the paced ones is free."""
@@ -187,22 +255,33 @@ class Books:
         """Back to the queue, ahead of what has not been placed before."""
         request.state = State.QUEUED
         request.blocked_since_s = None
-        self.backlog.add(request)
-        self.room_changed = True
+        self.enqueue(request)
 
-    def end(self, request: Request, state: State, reason: str, message: str = "") -> None:
+    def end(
+        self,
+        request: Request,
+        state: State,
+        reason: str,
+        message: str = "",
+        *,
+        retry_after_s: float | None = None,
+    ) -> None:
         """The one way out: everything it had is asked back, and the client is told."""
         if request.state is State.QUEUED:
             self.backlog.remove(request)
         self.drop_attempt(request, "delivered" if state is State.FINISHED else reason)
-        if request.deadline is not None:
-            self.timers.cancel(request.deadline)
+        for timer in (request.deadline, request.patience):
+            if timer is not None:
+                self.timers.cancel(timer)
         del self.requests[request.id]
         request.state = state
         self.tally.keep(request.timeline)
         self.tally.counts[state.value] += 1
         if state is State.FINISHED:
             self.tally.finished[reason] += 1
+            self._note_length(request)
+        elif state is State.REFUSED:
+            self.tally.refused[reason] += 1
         elif state is State.FAILED:
             self.tally.failed[reason] += 1
         self.say(
@@ -212,5 +291,6 @@ class Books:
                 reason=reason,
                 message=message,
                 timeline=request.timeline,
+                retry_after_s=retry_after_s,
             )
         )

@@ -1,133 +1,25 @@
-"""What is known of each instance: health, load counted at dispatch, KV promised now and at its predicted
-peak."""
+"""All instances: who there is, in which group and role, and every reservation made on them."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal
+import math
+import random
+from collections.abc import Iterable, Iterator
 
 from trtpd.errors import InternalError
+from trtpd.runtime.core.cost import Costs, StepWork
 from trtpd.runtime.core.events import Hello, Load, Role
-from trtpd.runtime.core.timers import Timer
+from trtpd.runtime.core.instance import GroupKey, Hold, Instance, group_key
+from trtpd.runtime.core.prefix import Prefixes
+from trtpd.runtime.core.ranks import REPORTS_PER_REFRESH, Limits, Table
 
-Side = Literal["prefill", "decode", "local"]
-GroupKey = tuple[str, str, str]
-"""(model, fingerprint, pairing_key): pairs are made within one group only."""
+JITTER_S = 1e-9
 
-HoldKey = tuple[int, int]
-"""(request_id, attempt)."""
+FACTOR_LEAST, FACTOR_MOST = 0.5, 16.0
+FACTOR_RATE = 0.15
+"""Share of the way an instance's factor goes to what one step says, of those looked at: one in"""
 
-
-def blocks_for(tokens: int, tokens_per_block: int) -> int:
-    return -(-tokens // tokens_per_block)
-
-
-@dataclass(slots=True, eq=False)
-class Hold:
-    """What one attempt may have of one instance, from its placement until the instance's last answer.
-
-    `blocks` is its predicted peak. `sent`: the instance was told (before that it is a credit, given back
-    without a word). `seen`: the instance's own reports include it. `closing`: it was cancelled or withdrawn;
-    `reminder` asks again if no answer comes.
-    """
-
-    instance: str
-    request_id: int
-    attempt: int
-    side: Side
-    blocks: int
-    pending_tokens: int = 0
-    sent: bool = False
-    seen: bool = False
-    closing: bool = False
-    reminder: Timer | None = None
-
-    @property
-    def key(self) -> HoldKey:
-        return (self.request_id, self.attempt)
-
-
-class Instance:
-    """One prefill, decode or mixed instance, with what was placed on it. Changed only by Cluster."""
-
-    __slots__ = (
-        "capacity_tokens",
-        "draining",
-        "ghosts",
-        "healthy",
-        "hello",
-        "holds",
-        "load",
-        "losses_s",
-        "peak_blocks",
-        "pending_tokens",
-        "quarantined_until_s",
-        "quarantines",
-        "unseen_blocks",
-    )
-
-    def __init__(self, hello: Hello) -> None:
-        self.take_hello(hello)
-        self.healthy = True
-        self.draining = False
-        self.load = Load(kv_blocks_free=hello.kv_blocks)
-        self.holds: dict[HoldKey, Hold] = {}
-        self.ghosts: list[Hold] = []
-        self.peak_blocks = 0
-        self.unseen_blocks = 0
-        self.pending_tokens = 0
-        self.losses_s: deque[float] = deque()
-        self.quarantined_until_s = 0.0
-        self.quarantines = 0
-
-    def take_hello(self, hello: Hello) -> None:
-        """`capacity_tokens`: the longest sequence it could ever hold, prompt and output together."""
-        self.hello = hello
-        self.capacity_tokens = min(hello.max_seq_tokens, hello.kv_blocks * hello.tokens_per_block)
-
-    @property
-    def name(self) -> str:
-        return self.hello.instance
-
-    @property
-    def group_key(self) -> GroupKey:
-        return (self.hello.model, self.hello.fingerprint, self.hello.pairing_key)
-
-    @property
-    def placed(self) -> int:
-        return len(self.holds)
-
-    @property
-    def queued_tokens(self) -> int:
-        """Prompt tokens still to compute: those sent from here, or what it reports if others send it work
-        too."""
-        return max(self.pending_tokens, self.load.queued_tokens)
-
-    @property
-    def committed_blocks(self) -> int:
-        """Blocks that can't be promised again: what was placed, at its peak, or what is used and on its
-        way."""
-        used = self.hello.kv_blocks - self.load.kv_blocks_free + self.unseen_blocks
-        return max(self.peak_blocks, used)
-
-    def usable(self, now_s: float) -> bool:
-        return self.healthy and not self.draining and now_s >= self.quarantined_until_s
-
-    def has_room(self, blocks: int) -> bool:
-        return self.committed_blocks + blocks <= self.hello.kv_blocks
-
-    def blocks_for(self, tokens: int) -> int:
-        return blocks_for(tokens, self.hello.tokens_per_block)
-
-    def state(self, now_s: float) -> str:
-        """One word for status."""
-        if not self.healthy:
-            return "lost"
-        if now_s < self.quarantined_until_s:
-            return "quarantined"
-        return "draining" if self.draining else "ready"
+STEPS_PER_LOOK = 4
 
 
 class Group:
@@ -135,22 +27,37 @@ class Group:
 
     __slots__ = ("decode", "mixed", "prefill")
 
-    def __init__(self) -> None:
-        self.prefill: dict[str, Instance] = {}
-        self.decode: dict[str, Instance] = {}
-        self.mixed: dict[str, Instance] = {}
+    def __init__(self, costs: Costs, limits: Limits) -> None:
+        self.prefill = Table("prefill", costs, limits)
+        self.decode = Table("decode", costs, limits)
+        self.mixed = Table("mixed", costs, limits)
 
-    def of(self, role: Role) -> dict[str, Instance]:
+    @property
+    def tables(self) -> tuple[Table, Table, Table]:
+        return (self.prefill, self.decode, self.mixed)
+
+    def of(self, role: Role) -> Table:
         return {"prefill": self.prefill, "decode": self.decode, "mixed": self.mixed}[role]
 
 
 class Cluster:
     """All instances ever seen, indexed by model and group; every reservation goes through here."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, costs: Costs | None = None, limits: Limits | None = None, rng: random.Random | None = None
+    ) -> None:
+        """`rng` decides between equals."""
+        self.now_s = 0.0
+        self._rng = rng or random.Random(0)
         self.instances: dict[str, Instance] = {}
         self.groups: dict[str, dict[GroupKey, Group]] = {}
         self.links_down: dict[tuple[str, str], float] = {}
+        self.costs = costs or Costs()
+        self.prefixes = Prefixes()
+        self._limits = limits or Limits()
+        self._hosts: dict[str, int] = {}
+        self._stale: list[Instance] = []
+        self.opened = False
         self._last_usable_s: dict[str, float] = {}
         self._largest: dict[str, Instance] = {}
 
@@ -161,31 +68,38 @@ class Cluster:
         holds are in its `ghosts`, for the caller to close.
         """
         old = self.instances.get(hello.instance)
-        if old is None:
-            instance = Instance(hello)
-        else:
+        if old is not None:
             self._unlist(old)
-            if old.hello.generation == hello.generation:
-                instance = old
-                instance.take_hello(hello)
-                instance.healthy = True
-            else:
-                if old.holds:
-                    raise InternalError(f"{hello.instance} registers anew with {len(old.holds)} holds of its past")
-                instance = Instance(hello)
-                instance.losses_s, instance.quarantines = old.losses_s, old.quarantines
-                instance.quarantined_until_s = old.quarantined_until_s
+        key = group_key(hello)
+        groups = self.groups.setdefault(hello.model, {})
+        if key not in groups:
+            groups[key] = Group(self.costs, self._limits)
+        table = groups[key].of(hello.role)
+        if old is not None and old.hello.generation == hello.generation:
+            instance = old
+            instance.take_hello(hello)
+            instance.table = table
+            instance.healthy = True
+        else:
+            host = self._hosts.setdefault(hello.host, len(self._hosts))
+            instance = Instance(hello, table, host=host, jitter=self._rng.random() * JITTER_S)
+            self.prefixes.forget(hello.instance)
+        if old is not None and instance is not old:
+            if old.holds:
+                raise InternalError(f"{hello.instance} registers anew with {len(old.holds)} holds of its past")
+            instance.losses_s, instance.quarantines = old.losses_s, old.quarantines
+            instance.quarantined_until_s = old.quarantined_until_s
+            instance.factor = old.factor
         self.instances[hello.instance] = instance
-        group = self.groups.setdefault(hello.model, {}).setdefault(instance.group_key, Group())
-        group.of(hello.role)[hello.instance] = instance
+        table.add(instance, self.now_s)
         self._largest.clear()
         return instance
 
     def _unlist(self, instance: Instance) -> None:
         groups = self.groups[instance.hello.model]
-        group = groups[instance.group_key]
-        del group.of(instance.hello.role)[instance.name]
-        if not (group.prefill or group.decode or group.mixed):
+        self.note_usable(instance.hello.model)
+        instance.table.remove(instance)
+        if not any(groups[instance.group_key].tables):
             del groups[instance.group_key]
             if not groups:
                 del self.groups[instance.hello.model]
@@ -197,48 +111,107 @@ class Cluster:
             return None
         return instance
 
-    def lose(self, instance: Instance, now_s: float) -> list[Hold]:
+    def lose(self, instance: Instance) -> list[Hold]:
         """Marks it lost and returns what was placed on it, which is placed there no more."""
-        self.note_usable(instance.hello.model, now_s)
+        self.note_usable(instance.hello.model)
         instance.healthy = False
         holds = list(instance.holds.values())
         for hold in holds:
             self.release(hold)
         instance.ghosts = [hold for hold in holds if hold.sent]
         instance.load = Load(kv_blocks_free=instance.hello.kv_blocks)
+        self.prefixes.forget(instance.name)
+        self.refresh(instance)
         return holds
 
     def report(self, instance: Instance, load: Load) -> bool:
         """Takes in the instance's own report; True if it has more room than before."""
-        more = load.kv_blocks_free > instance.load.kv_blocks_free
+        before = instance.load
+        more = load.kv_blocks_free > before.kv_blocks_free
+        used = instance.used_blocks
         instance.load = load
+        instance.reports += 1
+        if load.evicted:
+            self.prefixes.evicted(instance.name, load.evicted)
+        if (
+            max(used, instance.used_blocks) > instance.peak_blocks
+            or max(before.queued_tokens, load.queued_tokens) > instance.pending_tokens
+            or instance.reports % REPORTS_PER_REFRESH == 0
+        ):
+            self.refresh(instance)
         return more
 
-    def drain(self, instance: Instance, now_s: float) -> None:
-        self.note_usable(instance.hello.model, now_s)
+    def observe(self, instance: Instance, work: StepWork, step_s: float) -> None:
+        """A step of it took so long: what is predicted of it follows, slowly and within bounds."""
+        if instance.reports % STEPS_PER_LOOK:
+            return
+        hello, role = instance.hello, instance.hello.role
+        seen = self.costs.observe(hello, role, work, instance.context_tokens, step_s, factor=instance.factor)
+        if seen != instance.factor:
+            factor = instance.factor * math.exp(FACTOR_RATE * math.log(seen / instance.factor))
+            instance.factor = min(max(factor, FACTOR_LEAST), FACTOR_MOST)
+
+    def drain(self, instance: Instance) -> None:
+        self.note_usable(instance.hello.model)
         instance.draining = True
+        self.refresh(instance)
 
     def quarantine(self, instance: Instance, until_s: float) -> None:
         """For an instance that was just lost."""
         instance.quarantines += 1
-        instance.quarantined_until_s = until_s
         instance.losses_s.clear()
+        self.bar(instance, until_s)
 
-    def note_usable(self, model: str, now_s: float) -> None:
+    def bar(self, instance: Instance, until_s: float) -> None:
+        """No new work for it until then, which may be now. To be refreshed at that instant."""
+        self.note_usable(instance.hello.model)
+        instance.quarantined_until_s = until_s
+        self.refresh(instance)
+
+    def refresh(self, instance: Instance) -> None:
+        """What placement sees of it is to be brought up to date before it is looked at again."""
+        if not instance.stale:
+            instance.stale = True
+            self._stale.append(instance)
+
+    def settle(self) -> None:
+        """Brings what placement sees up to date; `opened` if an instance can be given prompts again that could not
+        before."""
+        if not self._stale:
+            return
+        stale, self._stale = self._stale, []
+        for instance in stale:
+            instance.stale = False
+            if self.instances.get(instance.name) is instance:
+                self.opened |= instance.table.refresh(instance, self.now_s)
+
+    def note_usable(self, model: str) -> None:
         """Remembers that `model` could be served until now, if it could. To be called before that may end."""
-        if any(instance.usable(now_s) for instance in self.of_model(model)):
-            self._last_usable_s[model] = now_s
+        if self.servable(model):
+            self._last_usable_s[model] = self.now_s
 
-    def last_usable_s(self, model: str, now_s: float) -> float | None:
+    @property
+    def hosts(self) -> int:
+        """How many hosts instances have come from."""
+        return len(self._hosts)
+
+    def servable(self, model: str) -> bool:
+        """Whether anything serves `model` now."""
+        self.settle()
+        return any(table.open for table in self.tables(model))
+
+    def last_usable_s(self, model: str) -> float | None:
         """When `model` was last servable; None if never."""
-        self.note_usable(model, now_s)
+        self.note_usable(model)
         return self._last_usable_s.get(model)
 
-    def of_model(self, model: str) -> Iterable[Instance]:
+    def tables(self, model: str) -> Iterator[Table]:
         for group in self.groups.get(model, {}).values():
-            yield from group.prefill.values()
-            yield from group.decode.values()
-            yield from group.mixed.values()
+            yield from group.tables
+
+    def of_model(self, model: str) -> Iterable[Instance]:
+        for table in self.tables(model):
+            yield from table.instances
 
     def largest(self, model: str) -> Instance | None:
         """The instance that could hold the longest sequence, whether or not it is up."""
@@ -249,17 +222,19 @@ class Cluster:
                 self._largest[model] = found
         return found
 
-    def usable_prefillers(self, model: str, now_s: float) -> list[Instance]:
-        """Those that would prefill a new request: prefill and mixed instances, or whatever there is without
-        them."""
-        usable = [instance for instance in self.of_model(model) if instance.usable(now_s)]
-        return [instance for instance in usable if instance.hello.role != "decode"] or usable
+    def prefillers(self, model: str) -> list[Table]:
+        """Those that would prefill a new request: prefill and mixed instances that serve, or whatever does
+        without them."""
+        tables = [table for table in self.tables(model) if table.open]
+        return [table for table in tables if table.role != "decode"] or tables
 
-    def link_up(self, source: str, sink: str, now_s: float) -> bool:
+    def link_up(self, source: str, sink: str) -> bool:
+        if not self.links_down:
+            return True
         until_s = self.links_down.get((source, sink))
         if until_s is None:
             return True
-        if now_s >= until_s:
+        if self.now_s >= until_s:
             del self.links_down[(source, sink)]
             return True
         return False
@@ -269,43 +244,71 @@ class Cluster:
             raise InternalError(f"{instance.name} already holds attempt {hold.attempt} of request {hold.request_id}")
         instance.holds[hold.key] = hold
         instance.peak_blocks += hold.blocks
-        instance.pending_tokens += hold.pending_tokens
         if not hold.seen:
             instance.unseen_blocks += hold.blocks
+        self._count_sequence(instance, hold, 1)
+        instance.pending_tokens += hold.pending_tokens
+        instance.prefilling += hold.pending_tokens > 0
+        self.refresh(instance)
 
     def release(self, hold: Hold) -> None:
         instance = self.instances[hold.instance]
         if instance.holds.pop(hold.key, None) is not hold:
             raise InternalError(f"{hold.instance} doesn't hold attempt {hold.attempt} of request {hold.request_id}")
         instance.peak_blocks -= hold.blocks
-        instance.pending_tokens -= hold.pending_tokens
         if not hold.seen:
             instance.unseen_blocks -= hold.blocks
+        self._count_sequence(instance, hold, -1)
+        instance.flows -= hold.moving
+        hold.moving = False
+        instance.pending_tokens -= hold.pending_tokens
+        instance.prefilling -= hold.pending_tokens > 0
+        self.refresh(instance)
+
+    def close(self, hold: Hold) -> None:
+        """It is asked back: nothing more is computed for it, its blocks stay counted until it answers."""
+        instance = self.instances[hold.instance]
+        self._count_sequence(instance, hold, -1)
+        hold.closing = True
+        self.progress(hold, 0)
+        self.refresh(instance)
+
+    def _count_sequence(self, instance: Instance, hold: Hold, sign: int) -> None:
+        if hold.decodes:
+            instance.sequences += sign
+            instance.context_tokens += sign * hold.context_tokens
+            instance.left_tokens = instance.left_tokens + sign * hold.left_tokens if instance.sequences else 0.0
 
     def seen(self, hold: Hold) -> None:
         """The instance has the blocks now: its own report counts them."""
         if not hold.seen:
             hold.seen = True
-            self.instances[hold.instance].unseen_blocks -= hold.blocks
+            instance = self.instances[hold.instance]
+            instance.unseen_blocks -= hold.blocks
+            if instance.peak_blocks < instance.used_blocks + hold.blocks:
+                self.refresh(instance)
+
+    def moving(self, hold: Hold, moves: bool) -> None:
+        """KV of it begins to move, or has."""
+        if hold.moving != moves:
+            hold.moving = moves
+            instance = self.instances[hold.instance]
+            instance.flows += 1 if moves else -1
+            instance.table.flows[instance.row] = instance.flows
 
     def progress(self, hold: Hold, pending_tokens: int) -> None:
         """So many prompt tokens of this hold are still to compute."""
-        self.instances[hold.instance].pending_tokens += pending_tokens - hold.pending_tokens
-        hold.pending_tokens = pending_tokens
+        if pending_tokens != hold.pending_tokens:
+            instance = self.instances[hold.instance]
+            instance.pending_tokens += pending_tokens - hold.pending_tokens
+            instance.prefilling += (pending_tokens > 0) - (hold.pending_tokens > 0)
+            hold.pending_tokens = pending_tokens
+            self.refresh(instance)
 
-    def check_integrity(self) -> None:
-        """Raises InternalError if the sums don't match the holds."""
-        for name, instance in self.instances.items():
-            holds = instance.holds.values()
-            found = (instance.peak_blocks, instance.pending_tokens, instance.unseen_blocks)
-            expected = (
-                sum(hold.blocks for hold in holds),
-                sum(hold.pending_tokens for hold in holds),
-                sum(hold.blocks for hold in holds if not hold.seen),
-            )
-            if found != expected:
-                raise InternalError(f"{name} counts (peak, pending, unseen) {found}, its holds say {expected}")
-            if holds and not instance.healthy:
-                raise InternalError(f"{name} is lost and still holds {list(instance.holds)}")
-            if any(hold.instance != name or hold.key != key for key, hold in instance.holds.items()):
-                raise InternalError(f"{name} lists holds that are not its own")
+    def wrote(self, hold: Hold, tokens: int, left_tokens: float) -> None:
+        """A sequence grew by so many tokens and is expected to grow by `left_tokens` more."""
+        instance = self.instances[hold.instance]
+        instance.context_tokens += tokens
+        instance.left_tokens += left_tokens - hold.left_tokens
+        hold.context_tokens += tokens
+        hold.left_tokens = left_tokens

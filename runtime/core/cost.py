@@ -1,12 +1,15 @@
 """What a step costs, as a function of what is in it: the seam between measured engines and those who
-predict."""
+predict; and how the router's predictions are kept true while it runs."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from trtpd.errors import InputError
+from trtpd.runtime.core.events import Hello, Role
 
 
 class StepTimeModel(Protocol):
@@ -72,3 +75,132 @@ class LinearStepTime:
             + self.decode_sequence_s * n_decode
             + self.decode_kv_token_s * decode_kv_tokens
         )
+
+
+@dataclass(slots=True, kw_only=True)
+class StepWork:
+    """What the answers in one message say was computed in the step. Filled while they are handled."""
+
+    n_prefill: int = 0
+    prefill_tokens: int = 0
+    prefill_kv_tokens: int = 0
+    n_decode: int = 0
+
+    def chunk(self, done_tokens: int, tokens: int) -> None:
+        """A chunk of `tokens` behind `done_tokens` that were there."""
+        self.n_prefill += 1
+        self.prefill_tokens += tokens
+        self.prefill_kv_tokens += done_tokens + tokens // 2
+
+
+UNMEASURED = LinearStepTime(
+    fixed_s=0.02, prefill_token_s=0.0, prefill_pair_s=0.0, decode_sequence_s=5e-4, decode_kv_token_s=1e-7
+)
+"""The shape of a decode step where nobody has measured one: its size is learned from the first steps seen."""
+
+REFERENCE_TOKENS = 1024
+SCALE_SAMPLES = 64
+KNOWN_AFTER = 8
+SAMPLE_BOUND = 4.0
+"""One step may count as at most so many times slower or faster than predicted."""
+
+
+class Costs:
+    """Step times of every role: from a profile where one is given, else from what instances say and show.
+
+    Three layers: a model per role (`models`, or UNMEASURED); for roles without one a scale per build, learned
+    from all its instances, so that an unmeasured engine is not taken for a slow machine; and a factor per
+    instance (kept there), which sees a machine that is slower than its like.
+    """
+
+    def __init__(self, models: Mapping[Role, StepTimeModel] | None = None) -> None:
+        self._models = dict(models or {})
+        self._scales: dict[tuple[str, str, Role], tuple[float, int]] = {}
+
+    def token_s(self, hello: Hello, role: Role) -> float:
+        """Seconds per prompt token of a prompt of usual length."""
+        model = self._models.get(role)
+        if model is None:
+            return 1.0 / hello.prefill_tokens_per_s
+        return self._prompt_s(model, REFERENCE_TOKENS) / REFERENCE_TOKENS
+
+    def stretch(self, role: Role, tokens: int) -> float:
+        """How much more a prompt of so many tokens costs than `token_s` for each: attention grows with the
+        square."""
+        model = self._models.get(role)
+        if model is None or tokens < 1:
+            return 1.0
+        reference_s = self._prompt_s(model, REFERENCE_TOKENS) / REFERENCE_TOKENS
+        return self._prompt_s(model, tokens) / (tokens * reference_s) if reference_s > 0.0 else 1.0
+
+    @staticmethod
+    def _prompt_s(model: StepTimeModel, tokens: int) -> float:
+        return model.step_s(
+            n_prefill=1, prefill_tokens=tokens, prefill_kv_tokens=tokens // 2, n_decode=0, decode_kv_tokens=0
+        )
+
+    def decode_s(self, hello: Hello, role: Role, mean_tokens: float) -> tuple[float, float]:
+        """(a step of one sequence, what each further one adds) at that much KV a sequence."""
+        model = self._models.get(role)
+        scale = 1.0
+        if model is None:
+            model, scale = UNMEASURED, self._scale(hello, role)[0]
+        if isinstance(model, LinearStepTime):
+            each_s = (model.decode_sequence_s + model.decode_kv_token_s * mean_tokens) * scale
+            return model.fixed_s * scale + each_s, each_s
+        one_s, most = self._decode_s(model, 1, mean_tokens), max(2, hello.max_batch)
+        all_s = self._decode_s(model, most, mean_tokens)
+        return one_s * scale, (all_s - one_s) / (most - 1) * scale
+
+    @staticmethod
+    def _decode_s(model: StepTimeModel, sequences: int, mean_tokens: float) -> float:
+        return model.step_s(
+            n_prefill=0,
+            prefill_tokens=0,
+            prefill_kv_tokens=0,
+            n_decode=sequences,
+            decode_kv_tokens=round(sequences * mean_tokens),
+        )
+
+    def known(self, hello: Hello, role: Role) -> bool:
+        """Whether its decode steps are more than a guess."""
+        return role in self._models or self._scale(hello, role)[1] >= KNOWN_AFTER
+
+    def _scale(self, hello: Hello, role: Role) -> tuple[float, int]:
+        return self._scales.get((hello.model, hello.fingerprint, role), (1.0, 0))
+
+    def observe(
+        self, hello: Hello, role: Role, work: StepWork, decode_kv_tokens: int, step_s: float, *, factor: float
+    ) -> float:
+        """Takes in that a step took `step_s`; returns the instance's factor by this step alone, or `factor` if
+        the step says nothing."""
+        predicted_s = self._predict(hello, role, work, decode_kv_tokens)
+        if predicted_s <= 0.0 or step_s <= 0.0:
+            return factor
+        ratio = step_s / predicted_s
+        if role not in self._models and work.n_decode and not work.n_prefill:
+            scale, samples = self._scale(hello, role)
+            samples = min(samples + 1, SCALE_SAMPLES)
+            bound = ratio if samples == 1 else min(max(ratio, 1.0 / SAMPLE_BOUND), SAMPLE_BOUND)
+            # A slower machine drags the scale of all along by its share of the samples only.
+            scale *= math.exp(math.log(bound / factor) / samples)
+            self._scales[(hello.model, hello.fingerprint, role)] = (scale, samples)
+            if samples < KNOWN_AFTER:
+                return factor
+        return min(max(ratio, factor / SAMPLE_BOUND), factor * SAMPLE_BOUND)
+
+    def _predict(self, hello: Hello, role: Role, work: StepWork, decode_kv_tokens: int) -> float:
+        model = self._models.get(role)
+        if model is not None:
+            return model.step_s(
+                n_prefill=work.n_prefill,
+                prefill_tokens=work.prefill_tokens,
+                prefill_kv_tokens=work.prefill_kv_tokens,
+                n_decode=work.n_decode,
+                decode_kv_tokens=decode_kv_tokens,
+            )
+        prefill_s = work.prefill_tokens / hello.prefill_tokens_per_s
+        if not work.n_decode:
+            return prefill_s
+        decode_s = self._decode_s(UNMEASURED, work.n_decode, decode_kv_tokens / work.n_decode)
+        return prefill_s + decode_s * self._scale(hello, role)[0]

@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 from trtpd.runtime.core import place
 from trtpd.runtime.core.books import Books
-from trtpd.runtime.core.cluster import Hold, Instance
 from trtpd.runtime.core.events import ChunkReady, Offered, Pull, TransferBegun, TransferDone
+from trtpd.runtime.core.instance import Hold, Instance
 from trtpd.runtime.core.lifecycle import Instant, State
 from trtpd.runtime.core.requests import Attempt, Request
+from trtpd.runtime.core.view import rules_of, work_of
 
 
 class Delivery:
@@ -23,6 +24,7 @@ class Delivery:
         attempt = request.running()
         self._books.cluster.seen(hold)
         request.timeline.mark(Instant.PREFILL_BEGIN, self._books.now_s)
+        attempt.record.cached_tokens = event.cached_tokens
         if hold.side == "prefill" and attempt.offer is None:
             attempt.offer, attempt.ready_at_s = event.offer, self._books.now_s
             self.advance(request)
@@ -33,6 +35,9 @@ class Delivery:
             return
         self._books.cluster.seen(hold)
         request.timeline.mark(Instant.PREFILL_BEGIN, self._books.now_s)
+        computed_from = max(attempt.ready_tokens, attempt.record.cached_tokens or 0)  # what was cached cost no step
+        if event.ready_tokens > computed_from:
+            self._books.step_work.chunk(computed_from, event.ready_tokens - computed_from)
         attempt.ready_tokens, attempt.ready_at_s = event.ready_tokens, self._books.now_s
         self._books.cluster.progress(hold, max(0, attempt.prompt_tokens - event.ready_tokens))
         if hold.side == "prefill":
@@ -81,10 +86,11 @@ class Delivery:
             return None
         if attempt.seal is not None:
             return 0.0
-        source = self._books.cluster.instances[attempt.prefill.instance].hello
-        if not source.capabilities.chunk_events:
+        source = self._books.cluster.instances[attempt.prefill.instance]
+        if not source.hello.capabilities.chunk_events:
             return None
-        rest_s = (attempt.prompt_tokens - attempt.ready_tokens) / source.prefill_tokens_per_s
+        token_s = self._books.cluster.costs.token_s(source.hello, source.hello.role) * source.factor
+        rest_s = (attempt.prompt_tokens - attempt.ready_tokens) * token_s
         return max(0.0, attempt.ready_at_s + rest_s - self._books.policy.pull_lead_s - self._books.now_s)
 
     def _pull_later(self, request: Request, attempt: Attempt, wait_s: float) -> None:
@@ -104,7 +110,7 @@ class Delivery:
         source = books.cluster.instances[attempt.prefill.instance]
         if attempt.decode is not None:
             chosen = books.cluster.instances[attempt.decode.instance]
-            if chosen.usable(books.now_s) and books.cluster.link_up(source.name, chosen.name, books.now_s):
+            if chosen.usable(books.now_s) and books.cluster.link_up(source.name, chosen.name):
                 return attempt.decode
             books.release(attempt.decode)
             attempt.decode = None
@@ -112,10 +118,9 @@ class Delivery:
             request,
             source,
             books.cluster,
-            weights=books.policy.weights,
-            now_s=books.now_s,
-            rng=books.rng,
-            not_again=frozenset({attempt.record.decode} if attempt.record.decode and attempt.repulls else ()),
+            work=work_of(books, request),
+            rules=rules_of(books, request),
+            not_again=attempt.record.decode if attempt.repulls else None,
         )
         return None if other is None else self._credit(request, attempt, other)
 
@@ -129,6 +134,9 @@ class Delivery:
     def _pull(self, request: Request, attempt: Attempt, sink: Hold) -> None:
         """The first Pull of an offer at a sink: all there is of it so far."""
         sink.sent = True
+        self._books.cluster.moving(sink, moves=True)
+        if attempt.prefill is not None:
+            self._books.cluster.moving(attempt.prefill, moves=True)
         attempt.record.pulls += 1
         if attempt.lead is not None:
             self._books.timers.cancel(attempt.lead)
@@ -193,6 +201,10 @@ class Delivery:
         record = attempt.record
         record.bytes_moved, record.chunks, record.path = event.bytes_moved, event.chunks, event.path
         record.transfer_s, record.exposed_s = event.seconds, event.exposed_s
+        record.present_tokens = event.present_tokens
+        if attempt.prefill is not None:
+            instances = self._books.cluster.instances
+            self._books.links.note(instances[attempt.prefill.instance], instances[hold.instance], event)
         self._books.tally.counts["transfers"] += 1
         self._books.tally.counts["transfer_bytes"] += event.bytes_moved
         self.join(request, hold)
@@ -205,6 +217,7 @@ class Delivery:
         request.state = State.DECODING
         request.timeline.mark(Instant.TRANSFER_END, books.now_s)
         books.cluster.seen(hold)
+        books.cluster.moving(hold, moves=False)
         if attempt.stall is not None:
             books.timers.cancel(attempt.stall)
         if attempt.prefill is not None:

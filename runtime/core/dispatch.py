@@ -1,97 +1,96 @@
-"""Lets waiting requests go: offers without a sink first, then new attempts, then arrivals."""
+"""Lets waiting requests go: offers without a sink first, then new attempts, then arrivals in their fair order."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from itertools import islice
 
 from trtpd.runtime.core import place
 from trtpd.runtime.core.books import Books
 from trtpd.runtime.core.events import Submit, WorkKind
+from trtpd.runtime.core.fair import Queue
 from trtpd.runtime.core.lifecycle import AttemptRecord, Instant, State
 from trtpd.runtime.core.recovery import Recovery
-from trtpd.runtime.core.requests import Attempt, Request, nth
+from trtpd.runtime.core.requests import Attempt, Request
+from trtpd.runtime.core.view import rules_of, work_of
 
 
 class Dispatch:
     """Runs after each event, and does nothing unless room has changed since the last time."""
 
-    def __init__(self, books: Books, recovery: Recovery) -> None:
+    def __init__(self, books: Books, recovery: Recovery, choose: place.Chooser) -> None:
         self._books = books
         self._recovery = recovery
+        self._choose = choose
 
     def run(self) -> None:
         books = self._books
+        books.settle()
         while books.room_changed:
             books.room_changed = False
-            self._deliver()
-            for model in list(books.backlog.queues):
-                queue = books.backlog.queues[model]
-                if not queue.again or self._place_from(queue.again, self._paced_places(model)):
-                    self._place_from(queue.fresh, None)
+            if books.undelivered:
+                self._deliver()
+            for model, queue in books.backlog.queues.items():
+                if not queue.again or self._place_again(model, queue):
+                    self._place_fresh(queue)
 
     def _deliver(self) -> None:
         """Offers hold prefill's blocks while they wait, so they go first."""
-        waiting = 0
-        while waiting <= self._books.policy.overtake:
-            request = nth(self._books.undelivered, waiting)
-            if request is None:
-                return
-            if not self._recovery.deliver(request):
-                waiting += 1
-            else:
-                assert request.id not in self._books.undelivered, "delivered, and still waiting for a sink"
+        for request in list(islice(self._books.undelivered.values(), self._books.policy.overtake + 1)):
+            if request.id in self._books.undelivered:
+                self._recovery.deliver(request)
 
-    def _paced_places(self, model: str) -> int:
-        """How many new attempts may enter prefill now: a lost decode instance must not flood the prefill
-        pool."""
+    def _place_again(self, model: str, queue: Queue) -> bool:
+        """New attempts, paced: a lost decode instance must not flood the prefill pool. False if the first waits for
+        room so long that nobody else may take any."""
         books = self._books
-        instances = books.cluster.usable_prefillers(model, books.now_s)
-        return books.policy.reprefills_per_instance * len(instances) - books.reprefills
-
-    def _place_from(self, queue: OrderedDict[int, Request], places: int | None) -> bool:
-        """Places from the front; a few may overtake one that doesn't fit, until it has waited long. False if
-        the front waits for room so long that nobody else may take any."""
-        books = self._books
+        prefillers = sum(table.open for table in books.cluster.prefillers(model))
+        places = books.policy.reprefills_per_instance * prefillers - books.reprefills
         skipped = 0
-        while places is None or places > 0:
-            request = nth(queue, skipped)
+        while places > 0 and skipped <= books.policy.overtake:
+            request = next(islice(queue.again.values(), skipped, None), None)
             if request is None:
                 return True
-            found = self._choose(request)
-            if isinstance(found, place.Choice):
-                self._submit(request, found)
-                places = None if places is None else places - 1
-                continue
-            if found is place.Wait.NO_INSTANCE and skipped == 0:
-                return True
-            if found is place.Wait.NO_ROOM and self._must_not_overtake(request):
+            if self._place(request):
+                places -= 1
+            elif request.blocks_others(books.now_s, books.policy.overtake_s):
                 return False
-            skipped += 1
-            if skipped > books.policy.overtake:
-                return True
+            else:
+                skipped += 1
         return True
 
-    def _must_not_overtake(self, request: Request) -> bool:
-        now_s, policy = self._books.now_s, self._books.policy
-        if request.blocked_since_s is None:
-            request.blocked_since_s = now_s
-        return now_s - request.blocked_since_s >= policy.overtake_s
-
-    def _choose(self, request: Request) -> place.Choice | place.Wait:
+    def _place_fresh(self, queue: Queue) -> None:
+        """From the front; a few may overtake one that doesn't fit, until it has waited long."""
         books = self._books
-        return place.choose(
-            request,
-            books.cluster,
-            weights=books.policy.weights,
-            placed_per_batch=books.policy.placed_per_batch,
-            now_s=books.now_s,
-            rng=books.rng,
-        )
+        skipped = 0
+        while skipped <= books.policy.overtake:
+            starved_before_s = books.now_s - books.policy.starve_s
+            front = queue.next(skipped + 1, starved_before_s=starved_before_s)
+            if len(front) <= skipped:
+                return
+            if not self._place(front[skipped]):
+                if front[skipped].blocks_others(books.now_s, books.policy.overtake_s):
+                    return
+                skipped += 1
 
-    def _submit(self, request: Request, choice: place.Choice) -> None:
+    def _place(self, request: Request) -> bool:
+        """Submits it if there is a place; else notes that it waits for room, if that is why."""
         books = self._books
-        books.backlog.remove(request)
-        attempt = self._new_attempt(request, choice)
+        work, rules = work_of(books, request), rules_of(books, request)
+        found = self._choose(request, books.cluster, work=work, rules=rules)
+        if isinstance(found, place.Choice):
+            self._submit(request, found, place.why(found, work))
+            return True
+        if found is place.Wait.NO_ROOM and request.blocked_since_s is None:
+            request.blocked_since_s = books.now_s
+        elif found is not place.Wait.NO_ROOM:
+            request.blocked_since_s = None
+        return False
+
+    def _submit(self, request: Request, choice: place.Choice, why: str) -> None:
+        books = self._books
+        books.backlog.remove(request, served=True)
+        attempt = self._new_attempt(request, choice, why)
+        books.tally.placed[choice.reason] += 1
         source, sink = choice.prefill, choice.decode
         tokens, total = request.prompt_tokens, request.total_tokens
         if sink is None:
@@ -99,6 +98,9 @@ class Dispatch:
         else:
             attempt.prefill = books.reserve(request, source, "prefill", tokens=tokens, pending_tokens=tokens)
             attempt.decode = books.reserve(request, sink, "decode", tokens=total)
+        if request.arrived.block_hashes:
+            most = source.hello.kv_blocks
+            books.cluster.prefixes.sent(source.name, request.arrived.block_hashes, most_blocks=most)
         attempt.prefill.sent = True
         books.send(
             Submit(
@@ -110,17 +112,19 @@ class Dispatch:
             )
         )
 
-    def _new_attempt(self, request: Request, choice: place.Choice) -> Attempt:
+    def _new_attempt(self, request: Request, choice: place.Choice, why: str) -> Attempt:
         """Makes it the running one; all but the first are paced."""
         books = self._books
         request.attempts += 1
+        if request.patience is not None:
+            books.timers.cancel(request.patience)
         kind: WorkKind = "context_and_generation" if choice.decode is None else "context_only"
         record = AttemptRecord(
             number=request.attempts,
             kind=kind,
             prefill=choice.prefill.name,
             decode=None if choice.decode is None else choice.decode.name,
-            why=choice.why,
+            why=why,
         )
         attempt = Attempt(
             number=request.attempts,

@@ -14,6 +14,8 @@ from trtpd.runtime.core.lifecycle import Timeline
 
 FinishReason = Literal["stop", "length"]
 Role = Literal["prefill", "decode", "mixed"]
+TopLogProbs = tuple[tuple[int, float], ...]
+"""Tokens and their log-probabilities, likeliest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +24,7 @@ class Capabilities:
 
     chunk_events: reports chunks before the seal · release: held KV can be freed on request · repull: an offer
     can be pulled twice · digests: blocks can be verified · seeded_resume: sampling is a function of (seed,
-    position).
+    position) · unsupported: settings of a request's sampling that it can't honour, by their names.
     """
 
     chunk_events: bool = True
@@ -30,13 +32,19 @@ class Capabilities:
     repull: bool = True
     digests: bool = True
     seeded_resume: bool = True
+    unsupported: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What an instance reports with every step. `queued_tokens` are prompt tokens accepted and not yet computed;
-    `strangers`, `stalled` and `refused` count who came to its data plane in vain since it started (kv_transfer's
-    Visits)."""
+    """What an instance reports with every step. `queued_tokens` are prompt tokens accepted and not yet computed.
+
+    `preemptions` counts, since the instance's start, sequences that lost their blocks to others and were computed
+    anew. `cached_blocks` of its KV hold beginnings of prompts that others may share (those that no sequence has count
+    as free); `evicted` are the hashes, as in `Arrived.block_hashes`, of those that are gone since the last report.
+    `draining`: it takes nothing new and will go when it is empty. `strangers`, `stalled` and `refused` count who came
+    to its data plane in vain since it started (kv_transfer's Visits).
+    """
 
     kv_blocks_free: int
     kv_blocks_held: int = 0
@@ -45,6 +53,10 @@ class Load:
     queued_tokens: int = 0
     step_s: float = 0.0
     step_tokens: int = 0
+    preemptions: int = 0
+    cached_blocks: int = 0
+    evicted: tuple[int, ...] = ()
+    draining: bool = False
     strangers: int = 0
     stalled: int = 0
     refused: int = 0
@@ -55,13 +67,15 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offered:
-    """Prefill admitted the request and holds `blocks` blocks for it; its first chunk is about to run."""
+    """Prefill admitted the request and holds `blocks` blocks for it; its first chunk is about to run. KV of
+    `cached_tokens` tokens was there already."""
 
     request_id: int
     attempt: int
     blocks: int
     lease_s: float
     offer: bytes
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +91,7 @@ class ChunkReady:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sealed:
     """Prefill is done and drew the token at output index `first_index`. `finish` is set if it ends the
-    answer."""
+    answer. `top_log_probs` as one of those of Tokens."""
 
     request_id: int
     attempt: int
@@ -86,6 +100,7 @@ class Sealed:
     log_prob: float | None
     finish: FinishReason | None
     seal: bytes
+    top_log_probs: TopLogProbs = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +111,8 @@ class TransferBegun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferDone:
-    """KV has arrived, is verified and joined decode's batch; prefill may free it."""
+    """KV has arrived, is verified and joined decode's batch; prefill may free it. KV of `present_tokens` tokens was
+    there before and did not move."""
 
     request_id: int
     attempt: int
@@ -105,6 +121,7 @@ class TransferDone:
     seconds: float
     exposed_s: float
     path: str
+    present_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +140,9 @@ class Tokens:
     """Tokens at output indexes `first_index ...` of one request. The last one ends the answer if `finish` is
     set.
 
-    `log_probs` is empty or as long as `ids`. The end token itself is among `ids`.
+    `log_probs` is empty or as long as `ids`, and so is `top_log_probs`: for each of them the likeliest tokens with
+    their log-probabilities, likeliest first. The end token itself is among `ids`. `cached_tokens` comes with the first
+    token of a prompt that was computed here: KV of so many of its tokens was there already.
     """
 
     request_id: int
@@ -132,6 +151,17 @@ class Tokens:
     ids: tuple[int, ...]
     log_probs: tuple[float, ...] = ()
     finish: FinishReason | None = None
+    top_log_probs: tuple[TopLogProbs, ...] = ()
+    cached_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preempted:
+    """The instance gave this attempt's blocks to others for lack of them. It keeps the attempt, and goes on with the
+    next token when it has computed its KV anew."""
+
+    request_id: int
+    attempt: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +188,16 @@ class Rejected:
 
 
 InstanceEvent = (
-    Offered | ChunkReady | Sealed | TransferBegun | TransferDone | TransferFailed | Tokens | Drained | Rejected
+    Offered
+    | ChunkReady
+    | Sealed
+    | TransferBegun
+    | TransferDone
+    | TransferFailed
+    | Tokens
+    | Preempted
+    | Drained
+    | Rejected
 )
 
 
@@ -170,7 +209,9 @@ class Arrived:
     """A new request. `deadline_s` is an instant; targets are durations from arrival (TTFT) and per token
     (TPOT).
 
-    `model` may be left out while one model is served. `request_id` is unique in the router's life.
+    `model` may be left out while one model is served. `request_id` is unique in the router's life. `priority` above 0
+    goes before others, below 0 after them and is shed first. `block_hashes` are those of the prompt's full blocks, in
+    order, each covering all before it (runtime/engine/prefix.py): equal ones are equal beginnings.
     """
 
     request_id: int
@@ -191,7 +232,9 @@ class Hello:
     gone).
 
     `pairing_key` is equal for instances that can exchange KV. `fingerprint` names the build; pairs never
-    cross it.
+    cross it. `gpus` names the GPUs it runs on (empty: none, or unknown). `gpu_links` says what lies between them and
+    each GPU of its host: "self", "nvlink", "switch", "bridge", "node" or "system", nearest first (empty: unknown).
+    With `prefix_cache` it computes (and pulls) only what it has not of a prompt's full blocks.
     """
 
     instance: str
@@ -209,6 +252,9 @@ class Hello:
     prefill_tokens_per_s: float
     transports: tuple[str, ...] = ()
     capabilities: Capabilities = field(default_factory=Capabilities)
+    gpus: tuple[str, ...] = ()
+    gpu_links: tuple[tuple[str, str], ...] = ()
+    prefix_cache: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,9 +299,11 @@ class ClientGone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drain:
-    """No new work for this instance; what runs there finishes."""
+    """No new work for this instance. What runs there finishes; with `move`, what can run elsewhere goes there,
+    paced."""
 
     instance: str
+    move: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -327,13 +375,15 @@ class Emit:
     first_index: int
     ids: tuple[int, ...]
     log_probs: tuple[float, ...]
+    top_log_probs: tuple[TopLogProbs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finish:
     """The request's end. `reason` is "stop", "length", "cancelled", or an error's code with `message` for it.
 
-    `timeline` is the request's whole record, the driver's from here on.
+    `state` may be "refused": it waited, was never begun, and gives way (`reason` as in Refuse). `timeline` is the
+    request's whole record, the driver's from here on.
     """
 
     request_id: int
@@ -341,6 +391,7 @@ class Finish:
     reason: str
     message: str = ""
     timeline: Timeline | None = None
+    retry_after_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

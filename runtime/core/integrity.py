@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from trtpd.errors import InternalError
 from trtpd.runtime.core.books import Books
-from trtpd.runtime.core.cluster import Hold
+from trtpd.runtime.core.fair import Queue
+from trtpd.runtime.core.instance import Hold, Instance
 from trtpd.runtime.core.lifecycle import State
 from trtpd.runtime.core.requests import Request
 
 
 def check(books: Books) -> None:
     """Raises InternalError for the first invariant that does not hold."""
-    books.cluster.check_integrity()
+    for name, instance in books.cluster.instances.items():
+        _check_instance(books, name, instance)
+    _require(books.cluster.prefixes.check_integrity(), "the two indexes of prompt blocks differ")
     _check_queue(books)
     for request in books.requests.values():
         _check_request(books, request)
@@ -24,14 +27,46 @@ def _require(holds_true: bool, text: str) -> None:
         raise InternalError(text)
 
 
+def _check_instance(books: Books, name: str, instance: Instance) -> None:
+    """The sums match the holds, and the row what placement would find by asking."""
+    holds = instance.holds.values()
+    decoding = [hold for hold in holds if hold.decodes]
+    found = {
+        "peak blocks": (instance.peak_blocks, sum(hold.blocks for hold in holds)),
+        "pending tokens": (instance.pending_tokens, sum(hold.pending_tokens for hold in holds)),
+        "prefilling": (instance.prefilling, sum(hold.pending_tokens > 0 for hold in holds)),
+        "unseen blocks": (instance.unseen_blocks, sum(hold.blocks for hold in holds if not hold.seen)),
+        "sequences": (instance.sequences, len(decoding)),
+        "context tokens": (instance.context_tokens, sum(hold.context_tokens for hold in decoding)),
+        "left tokens": (round(instance.left_tokens, 3), round(sum(hold.left_tokens for hold in decoding), 3)),
+        "flows": (instance.flows, sum(hold.moving for hold in holds)),
+    }
+    for what, (counted, summed) in found.items():
+        _require(abs(counted - summed) < 0.01, f"{name} counts {counted} {what}, its holds say {summed}")
+    _require(instance.healthy or not holds, f"{name} is lost and still holds {list(instance.holds)}")
+    for key, hold in instance.holds.items():
+        _require(hold.instance == name and hold.key == key, f"{name} lists holds that are not its own")
+    table = instance.table
+    _require(table.names.get(name) is instance, f"{name} is not in the table of its role")
+    _require(instance.stale or not table.stale(instance, books.now_s), f"what placement sees of {name} is old")
+    _require(table.open == int((table.capacity >= 0.0).sum()), f"{table.role}: {table.open} counted open")
+
+
 def _check_queue(books: Books) -> None:
     waiting = {request.id for request in books.backlog}
     queued = {request.id for request in books.requests.values() if request.state is State.QUEUED}
     _require(waiting == queued, f"in the queue {sorted(waiting)}, in state queued {sorted(queued)}")
     _require(len(books.backlog) == len(waiting), "the queue's length is not the number of requests in it")
     for model, queue in books.backlog.queues.items():
-        tokens = sum(r.prompt_tokens for part in (queue.again, queue.fresh) for r in part.values())
-        _require(tokens == queue.tokens, f"the queue of {model} counts {queue.tokens} tokens and holds {tokens}")
+        _check_model_queue(model, queue)
+
+
+def _check_model_queue(model: str, queue: Queue) -> None:
+    tokens = sum(request.prompt_tokens for request in queue)
+    _require(tokens == queue.tokens, f"the queue of {model} counts {queue.tokens} tokens and holds {tokens}")
+    for priority, members in queue.classes.items():
+        tags = [request.tag for request in members]
+        _require(tags == sorted(tags), f"class {priority} of {model} is out of order")
 
 
 def _check_request(books: Books, request: Request) -> None:

@@ -49,7 +49,8 @@ class AttemptRecord:
     """One placement of a request: who did what and when. Grows while the attempt runs.
 
     `decode` is None where one instance does both. `outcome` is "" while it runs, "delivered" for the attempt
-    that ended the request, else the reason it was given up.
+    that ended the request, else the reason it was given up. `cached_tokens` of its prompt were found where it was
+    computed, `present_tokens` where it was moved to; `preemptions`: how often its blocks were given to others.
     """
 
     number: int
@@ -64,6 +65,9 @@ class AttemptRecord:
     exposed_s: float = 0.0
     path: str = ""
     pulls: int = 0
+    cached_tokens: int = 0
+    present_tokens: int = 0
+    preemptions: int = 0
     outcome: str = ""
 
 
@@ -89,7 +93,7 @@ class Timeline:
     def mark_tokens(self, count: int, now_s: float) -> None:
         """Notes `count` tokens handed to the client."""
         self.output_tokens += count
-        self.mark(Instant.FIRST_TOKEN, now_s)
-        self.instants[Instant.LAST_TOKEN] = now_s
-        if self.attempts:
-            self.attempts[-1].instants[Instant.LAST_TOKEN] = now_s
+        own = self.attempts[-1].instants if self.attempts else self.instants
+        if Instant.FIRST_TOKEN not in own:
+            self.mark(Instant.FIRST_TOKEN, now_s)
+        self.instants[Instant.LAST_TOKEN] = own[Instant.LAST_TOKEN] = now_s

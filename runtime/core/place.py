@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import heapq
-import random
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Protocol
+
+import numpy as np
 
 from trtpd.runtime.core import score
-from trtpd.runtime.core.cluster import Cluster, Group, Instance
+from trtpd.runtime.core.cluster import Cluster, Group
+from trtpd.runtime.core.degrade import Rung
+from trtpd.runtime.core.instance import Instance
+from trtpd.runtime.core.links import Links
+from trtpd.runtime.core.ranks import Floats, Mask, Table
 from trtpd.runtime.core.requests import Request
+from trtpd.runtime.core.score import Weights, Work
 
 SHORTLIST = 8
 """Instances of each side that are scored as pairs."""
-
-TIE_S = 1e-9
 
 TRANSFER_FAILURES_BEFORE_LOCAL = 2
 """After so many failed transfers a request runs where nothing has to be moved."""
@@ -31,16 +35,49 @@ class Wait(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """Where it goes. `decode` is None where `prefill` does everything. `why` is for the timeline."""
+    """Where it goes. `decode` is None where `prefill` does everything. `reason` is a code for metrics, `text` says
+    the same for people where it isn't plain."""
 
     prefill: Instance
     decode: Instance | None
     score_s: float
-    why: str
+    reason: str
+    text: str
 
 
-Candidate = tuple[float, Instance, Instance | None, str]
-"""(score, prefill, decode, why a place that isn't meant for it is considered)."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """What placement may do now: constants of the policy, and what the ladder's rung allows.
+
+    `local_tokens`: longest prompt that decode may prefill itself where that is cheaper than moving KV.
+    `long_tokens`: from so many on a prompt is long, which matters from rung 2 on.
+    """
+
+    weights: Weights
+    links: Links
+    rung: Rung = Rung.NORMAL
+    local_tokens: int = 0
+    long_tokens: int = 1024
+
+
+Candidate = tuple[float, Instance, Instance | None, str, str]
+"""(score, prefill, decode, reason, what else to say)."""
+
+
+Shortlist = list[tuple[float, int]]
+"""(score, row) of the best of one side, ascending."""
+
+
+def shortlist(table: Table, scores: Floats, unfit: Mask) -> Shortlist:
+    """Takes `scores` over."""
+    scores[unfit] = np.inf
+    if len(table) > SHORTLIST:
+        rows = scores.argpartition(SHORTLIST - 1)[:SHORTLIST]
+        found = list(zip(scores[rows].tolist(), rows.tolist(), strict=True))
+    else:
+        found = list(zip(scores.tolist(), range(len(table)), strict=True))
+    found.sort()
+    return [entry for entry in found if entry[0] < np.inf]
 
 
 @dataclass(slots=True)
@@ -49,162 +86,230 @@ class _View:
 
     request: Request
     cluster: Cluster
-    weights: score.Weights
-    placed_per_batch: float
-    now_s: float
+    rules: Rules
+    work: Work
     exists: bool = False
-    full: bool = False
+    held_back: bool = False
 
-    def usable(self, instances: Iterable[Instance], tokens: int) -> list[Instance]:
-        """Those that serve now and could hold so many tokens if they were empty."""
-        now_s = self.now_s
-        return [i for i in instances if tokens <= i.capacity_tokens and i.usable(now_s)]
+    def avoided(self, table: Table, unfit: Mask) -> Mask:
+        """Adds those the request stays away from."""
+        for name in self.request.avoid:
+            row = score.row_of(table, name)
+            if row is not None and self.request.avoids(name, self.cluster.now_s):
+                unfit[row] = True
+        return unfit
 
-    def open(self, instances: list[Instance], tokens: int, *, batch: bool) -> list[Instance]:
-        """Those of the usable that can take it now."""
-        self.exists = self.exists or bool(instances)
-        if self.request.avoid:
-            instances = [i for i in instances if not self.request.avoids(i.name, self.now_s)]
-        per_batch = self.placed_per_batch if batch else float("inf")
-        found = [
-            instance
-            for instance in instances
-            if instance.has_room(instance.blocks_for(tokens)) and instance.placed < per_batch * instance.hello.max_batch
-        ]
-        self.full = self.full or len(found) < len(instances)
-        return found
+    def sources(self, table: Table, flow: float) -> Shortlist:
+        """Those that would prefill only."""
+        unfit = self.avoided(table, table.prefill_fits < self.work.prompt_tokens)
+        if self.is_long:
+            self.held_back = True
+            unfit |= table.rate * table.wait_s > 1.0
+        scores = self._prefill(table)
+        scores += flow * table.flows
+        return shortlist(table, scores, unfit)
 
-    def locals_of(self, instances: list[Instance], fallback: str) -> list[Candidate]:
-        """Places where one instance does it all; `fallback` says why, if that isn't its role."""
-        request, weights = self.request, self.weights
-        extra_s = weights.fallback_s if fallback else 0.0
-        return [
-            (
-                score.prefill_score(instance, request.prompt_tokens, weights)
-                + score.decode_score(instance, instance.blocks_for(request.total_tokens), weights)
-                + extra_s,
-                instance,
-                None,
-                fallback,
-            )
-            for instance in self.open(instances, request.total_tokens, batch=True)
-        ]
+    @property
+    def is_long(self) -> bool:
+        """It is to leave the prefill pool to short prompts."""
+        return self.rules.rung >= Rung.LONG_WAIT and self.work.prompt_tokens >= self.rules.long_tokens
 
-    def pairs_of(self, prefills: list[Instance], decodes: list[Instance]) -> list[Candidate]:
-        """The pairs of the shortlists of both sides, over links that are up."""
-        prompt, total, weights = self.request.prompt_tokens, self.request.total_tokens, self.weights
-        sources = _best(self.open(prefills, prompt, batch=False), lambda i: score.prefill_score(i, prompt, weights))
-        sinks = _best(
-            self.open(decodes, total, batch=True), lambda i: score.decode_score(i, i.blocks_for(total), weights)
-        )
-        return [
-            (source_s + sink_s, source, sink, "")
-            for source_s, source in sources
-            for sink_s, sink in sinks
-            if self.cluster.link_up(source.name, sink.name, self.now_s)
-        ]
+    def _stretch(self, table: Table) -> float:
+        return self.cluster.costs.stretch(table.role, self.work.prompt_tokens)
+
+    def _prefill(self, table: Table) -> Floats:
+        return score.prefill(table, self.work, self.rules.weights, self._stretch(table))
+
+    def sinks(self, table: Table, flow: float) -> Shortlist:
+        """Those that would decode what others prefill."""
+        unfit = self.avoided(table, table.whole_fits < self.work.total_tokens)
+        return shortlist(table, score.decode(table, self.work, flow), self._in_time(table, unfit))
+
+    def _in_time(self, table: Table, unfit: Mask) -> Mask:
+        late = score.too_late(table, self.work.tpot_s, self.cluster.costs)
+        if late is not None:
+            unfit |= late
+        return unfit
+
+    def locals_of(self, table: Table, reason: str, text: str = "", *, extra_s: float = 0.0) -> list[Candidate]:
+        """The best place where one instance does it all. `text` says why, if that isn't its role."""
+        total = self.work.total_tokens
+        self.exists = self.exists or table.can_hold(total)
+        unfit = self.avoided(table, (table.whole_fits < total) | (table.prefill_fits < total))
+        scores = self._prefill(table) + score.decode(table, self.work)
+        scores += score.disturbance(table, self.work, self.rules.weights, self._stretch(table))
+        if not len(table):
+            return []
+        scores[self._in_time(table, unfit)] = np.inf
+        row = int(scores.argmin())
+        score_s = scores.item(row) + extra_s
+        return [] if score_s == np.inf else [(score_s, table.instances[row], None, reason, text)]
+
+    def pairs_of(self, prefills: Table, decodes: Table) -> list[Candidate]:
+        """The best pair of both shortlists, over links that are up. The best sink for a source is the best of all, or
+        the best on its own host, where moving costs less."""
+        self.exists = True
+        weight = self.rules.weights.transfer_s
+        hello = prefills.instances[0].hello
+        move = self.rules.links.move(hello, self.work.prompt_tokens, hosts=self.cluster.hosts)
+        near_s, far_s = weight * move.near_s, weight * move.far_s
+        sources = self.sources(prefills, weight * move.flow_s)
+        sinks = self.sinks(decodes, weight * move.flow_s)
+        if not sinks:
+            return []
+        best: Candidate | None = None
+        bound_s, instances = float("inf"), decodes.instances
+        mates = {instances[row].host: (sink_s, row) for sink_s, row in reversed(sinks)}
+        gpus, links = bool(hello.gpus), self.rules.links
+        floor_s = weight * links.least_s if gpus else near_s
+        for source_s, row in sources:
+            if source_s + sinks[0][0] + floor_s >= bound_s:
+                break
+            source = prefills.instances[row]
+            if not gpus and source.host not in mates and source_s + sinks[0][0] + far_s >= bound_s:
+                continue
+            for sink_s, sink_row in self._mates(source, sinks, mates, decodes):
+                sink = instances[sink_row]
+                known_s = links.known_s(source, sink, self.work.prompt_tokens) if gpus else None
+                moved_s = near_s if sink.host == source.host else far_s
+                score_s = source_s + sink_s + (moved_s if known_s is None else weight * known_s)
+                if score_s < bound_s:
+                    best, bound_s = (score_s, source, sink, "pair", ""), score_s
+        return [] if best is None else [best]
+
+    def _mates(
+        self, source: Instance, sinks: Shortlist, mates: dict[int, tuple[float, int]], decodes: Table
+    ) -> Shortlist:
+        """Of the sinks it has a link to, the best and the best on its host (`mates`, where all links are up); all of
+        them for instances on GPUs."""
+        if source.hello.gpus:  # how far apart they are is known for each pair, and is not a matter of hosts
+            return [e for e in sinks if self.cluster.link_up(source.name, decodes.instances[e[1]].name)]
+        near = mates.get(source.host)
+        if self.cluster.links_down:
+            sinks = [e for e in sinks if self.cluster.link_up(source.name, decodes.instances[e[1]].name)]
+            near = next((entry for entry in sinks if decodes.instances[entry[1]].host == source.host), None)
+        return sinks[:1] if near is None else [sinks[0], near]
 
     def group(self, group: Group) -> list[Candidate]:
         """All ways to run it within one group."""
-        request = self.request
-        found = self.locals_of(self.usable(group.mixed.values(), request.total_tokens), "")
-        prefills = self.usable(group.prefill.values(), request.prompt_tokens)
-        decodes = self.usable(group.decode.values(), request.total_tokens)
-        if not prefills:
-            found += self.locals_of(decodes, "no prefill instance for it")
-        elif not decodes:
-            whole = self.usable(prefills, request.total_tokens)
-            found += self.locals_of(whole, "no decode instance for it")
-        elif request.transfer_failures >= TRANSFER_FAILURES_BEFORE_LOCAL:
-            found += self.locals_of(decodes, f"{request.transfer_failures} transfers of it failed")
-        elif not self._linked(prefills, decodes):
-            found += self.locals_of(decodes, "no link between the pools")
-        else:
-            found += self.pairs_of(prefills, decodes)
+        request, work = self.request, self.work
+        found = self.locals_of(group.mixed, "mixed") if group.mixed.open else []
+        fallback_s = self.rules.weights.fallback_s
+        decodes, prefills = group.decode, group.prefill
+        if not prefills.can_hold(work.prompt_tokens):
+            text = "no prefill instance for it"
+            return found + self.locals_of(decodes, "no_prefill", text, extra_s=fallback_s)
+        if not decodes.can_hold(work.total_tokens):
+            text = "no decode instance for it"
+            return found + self.locals_of(prefills, "no_decode", text, extra_s=fallback_s)
+        if request.transfer_failures >= TRANSFER_FAILURES_BEFORE_LOCAL:
+            text = f"{request.transfer_failures} transfers of it failed"
+            return found + self.locals_of(decodes, "transfers_failed", text, extra_s=fallback_s)
+        if not self._linked(prefills, decodes):
+            text = "no link between the pools"
+            return found + self.locals_of(decodes, "no_link", text, extra_s=fallback_s)
+        if self.is_long and found:
+            return found
+        found += self.pairs_of(prefills, decodes)
+        if work.prompt_tokens <= self.rules.local_tokens:
+            found += self.locals_of(decodes, "local", "moving its KV costs more than it saves")
         return found
 
-    def _linked(self, prefills: list[Instance], decodes: list[Instance]) -> bool:
+    def _linked(self, prefills: Table, decodes: Table) -> bool:
+        """Whether any pair could move KV. Walks them only while a link is down."""
         if not self.cluster.links_down:
             return True
-        return any(self.cluster.link_up(p.name, d.name, self.now_s) for p in prefills for d in decodes)
+        pairs = ((p, d) for p in serving(prefills) for d in serving(decodes))
+        return any(self.cluster.link_up(p.name, d.name) for p, d in pairs)
 
-    def choice(self, candidate: Candidate) -> Choice:
-        """A candidate with its reasons."""
-        score_s, prefill, decode, fallback = candidate
-        place = f"local on {prefill.name}" if decode is None else f"pair {prefill.name}→{decode.name}"
-        whole = prefill if decode is None else decode
-        wait_s = score.first_token_s(prefill, self.request.prompt_tokens)
-        use = score.kv_use(whole, whole.blocks_for(self.request.total_tokens))
-        why = (
-            f"{place}{': ' if fallback else ''}{fallback}; first token in about {wait_s:.3g} s, "
-            f"KV {use:.0%} promised, batch {whole.placed + 1}/{whole.hello.max_batch}"
+    def wait(self) -> Wait:
+        """Why nothing was found: nobody serves it, somebody is too full for it, or it stays away from the rest."""
+        if not self.exists:
+            return Wait.NO_INSTANCE
+        return Wait.PAUSED if self.held_back or self._all_avoided() else Wait.NO_ROOM
+
+    def _all_avoided(self) -> bool:
+        """Whether what it stays away from is all that keeps it from a place."""
+        kept = {name for name in self.request.avoid if self.request.avoids(name, self.cluster.now_s)}
+        return bool(kept) and all(
+            one.name in kept for table in self.cluster.tables(self.request.model) for one in serving(table)
         )
-        return Choice(prefill=prefill, decode=decode, score_s=score_s, why=why)
 
 
-def _best(instances: list[Instance], key: Callable[[Instance], float]) -> list[tuple[float, Instance]]:
-    scored = ((key(instance), order, instance) for order, instance in enumerate(instances))
-    return [(score_s, instance) for score_s, _, instance in heapq.nsmallest(SHORTLIST, scored)]
+def serving(table: Table) -> Iterable[Instance]:
+    return (instance for instance in table.instances if table.capacity[instance.row] >= 0.0)
 
 
-def choose(
-    request: Request,
-    cluster: Cluster,
-    *,
-    weights: score.Weights,
-    placed_per_batch: float,
-    now_s: float,
-    rng: random.Random,
-) -> Choice | Wait:
-    """The best place for a new attempt. Among equals `rng` draws."""
-    view = _View(request, cluster, weights, placed_per_batch, now_s)
+def choose(request: Request, cluster: Cluster, *, work: Work, rules: Rules) -> Choice | Wait:
+    """The best place for a new attempt."""
+    cluster.settle()
+    view = _View(request, cluster, rules, work)
     found: list[Candidate] = []
     for group in cluster.groups.get(request.model, {}).values():
         found += view.group(group)
-    if found:
-        least = min(candidate[0] for candidate in found)
-        ties = [candidate for candidate in found if candidate[0] <= least + TIE_S]
-        return view.choice(ties[0] if len(ties) == 1 else rng.choice(ties))
-    if not view.exists:
-        return Wait.NO_INSTANCE
-    return Wait.NO_ROOM if view.full else Wait.PAUSED
+    if not found:
+        return view.wait()
+    score_s, prefill, decode, reason, text = found[0] if len(found) == 1 else min(found, key=lambda one: one[0])
+    return Choice(prefill=prefill, decode=decode, score_s=score_s, reason=reason, text=text)
 
 
-def sinks_for(request: Request, source: Instance, cluster: Cluster, *, now_s: float) -> list[Instance]:
-    """Decode instances that serve now and could ever take what `source` offers, whether or not they have
+class Chooser(Protocol):
+    """What decides where a request goes: `choose`, or another to compare it with."""
+
+    def __call__(self, request: Request, cluster: Cluster, *, work: Work, rules: Rules) -> Choice | Wait: ...
+
+
+def why(choice: Choice, work: Work) -> str:
+    """What spoke for it, for the timeline. To be asked before anything is reserved there."""
+    prefill, decode = choice.prefill, choice.decode
+    place = f"local on {prefill.name}" if decode is None else f"pair {prefill.name}→{decode.name}"
+    whole = prefill if decode is None else decode
+    table, row, hit = prefill.table, prefill.row, work.hits.get(prefill.name, 0)
+    wait_s = table.wait_s.item(row) + table.token_s.item(row) * (work.prompt_tokens - hit)
+    step_s = whole.table.one_s.item(whole.row) + whole.table.each_s.item(whole.row) * whole.sequences
+    kv = (whole.committed_blocks + whole.blocks_for(work.total_tokens)) / whole.hello.kv_blocks
+    return (
+        f"{place}{': ' if choice.text else ''}{choice.text}; first token in about {wait_s:.3g} s"
+        f"{f', {hit} tokens cached' if hit else ''}, then one each {step_s:.2g} s, "
+        f"KV {kv:.0%} promised, batch {whole.placed + 1}/{whole.hello.max_batch}; score {choice.score_s:.3g}"
+    )
+
+
+def has_sink(request: Request, source: Instance, cluster: Cluster) -> bool:
+    """Whether a decode instance serves now that could ever take what `source` offers, whether or not it has
     room."""
-    group = cluster.groups[request.model][source.group_key]
-    return [
-        instance
-        for instance in group.decode.values()
-        if instance.usable(now_s) and request.total_tokens <= instance.capacity_tokens
-    ]
+    cluster.settle()
+    return cluster.groups[request.model][source.group_key].decode.can_hold(request.total_tokens)
 
 
 def choose_sink(
-    request: Request,
-    source: Instance,
-    cluster: Cluster,
-    *,
-    weights: score.Weights,
-    now_s: float,
-    rng: random.Random,
-    not_again: frozenset[str],
+    request: Request, source: Instance, cluster: Cluster, *, work: Work, rules: Rules, not_again: str | None
 ) -> Instance | None:
     """The best decode instance to pull an offer that exists already; None if none has room now.
 
-    `not_again` are taken only if there is no other.
+    `not_again` is taken only if there is no other.
     """
+    cluster.settle()
     attempt = request.running()
-    key = (request.id, attempt.number)
-    found: list[tuple[bool, float, Instance]] = []
-    for sink in sinks_for(request, source, cluster, now_s=now_s):
-        blocks = sink.blocks_for(request.total_tokens)
-        fits = sink.has_room(blocks) and key not in sink.holds and sink.name not in attempt.shunned
-        if fits and not request.avoids(sink.name, now_s) and cluster.link_up(source.name, sink.name, now_s):
-            found.append((sink.name in not_again, score.decode_score(sink, blocks, weights), sink))
-    if not found:
+    table = cluster.groups[request.model][source.group_key].decode
+    if not table.open:
         return None
-    again, least, _ = min(found, key=lambda entry: entry[:2])
-    ties = [sink for other, score_s, sink in found if other == again and score_s <= least + TIE_S]
-    return ties[0] if len(ties) == 1 else rng.choice(ties)
+    # An offer holds prefill's blocks, so it may take a place in the queue of a full batch.
+    scores = score.decode(table, work)
+    scores[table.room < request.total_tokens] = np.inf
+    if source.hello.gpus:
+        for row in np.flatnonzero(scores < np.inf).tolist():
+            known_s = rules.links.known_s(source, table.instances[row], work.prompt_tokens)
+            scores[row] += rules.weights.transfer_s * (known_s or 0.0)
+    last: Instance | None = None
+    for row in np.argsort(scores, kind="stable").tolist():
+        sink: Instance = table.instances[row]
+        if scores[row] == np.inf:
+            break
+        barred = sink.name in attempt.shunned or request.avoids(sink.name, cluster.now_s)
+        if barred or (request.id, attempt.number) in sink.holds or not cluster.link_up(source.name, sink.name):
+            continue
+        if sink.name != not_again:
+            return sink
+        last = sink
+    return last

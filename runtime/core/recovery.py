@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from trtpd.runtime.core import place
 from trtpd.runtime.core.books import Books
-from trtpd.runtime.core.cluster import Hold, Instance
 from trtpd.runtime.core.delivery import Delivery
 from trtpd.runtime.core.events import Drained, Hello, LinkDown, Lost, Quarantine, Rejected, TransferFailed
+from trtpd.runtime.core.instance import Hold, Instance
 from trtpd.runtime.core.lifecycle import State
 from trtpd.runtime.core.requests import Attempt, Request
 
@@ -70,7 +70,7 @@ class Recovery:
         books.tally.fault(books.now_s, "instance_lost", f"{instance.name} was lost: {reason}")
         books.tally.counts["losses"] += 1
         planned = instance.draining
-        holds = books.cluster.lose(instance, books.now_s)
+        holds = books.cluster.lose(instance)
         books.room_changed = True
         for hold in holds:
             if not hold.closing:
@@ -110,7 +110,13 @@ class Recovery:
         books.tally.counts["quarantines"] += 1
         books.tally.fault(books.now_s, "quarantine", f"{instance.name}: {reason}; no work for {pause_s:g} s")
         books.say(Quarantine(instance=instance.name, until_s=until_s, reason=reason))
-        books.wake_for_room(until_s)
+        books.timers.at(until_s, lambda: self._quarantine_over(instance))
+
+    def _quarantine_over(self, instance: Instance) -> None:
+        present = self._books.cluster.instances.get(instance.name)
+        if present is not None:
+            self._books.cluster.refresh(present)
+            self._books.room_changed = True
 
     def _spare_the_last(self, like: Instance) -> None:
         """A quarantine must not take away the last instance of a role: a flapping one is better than none."""
@@ -122,7 +128,7 @@ class Recovery:
         ]
         if alike and not any(instance.usable(books.now_s) for instance in alike):
             for instance in alike:
-                instance.quarantined_until_s = books.now_s
+                books.cluster.bar(instance, books.now_s)
                 books.tally.fault(
                     books.now_s, "quarantine", f"{instance.name}: back, nothing else is {like.hello.role}"
                 )
@@ -251,7 +257,7 @@ class Recovery:
             return True
         assert attempt.prefill is not None
         source = books.cluster.instances[attempt.prefill.instance]
-        if place.sinks_for(request, source, books.cluster, now_s=books.now_s):
+        if place.has_sink(request, source, books.cluster):
             return False
         self.retry(request, "no_decode", "no_instance", "no decode instance is left for it")
         return True

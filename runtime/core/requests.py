@@ -1,15 +1,12 @@
-"""The record of each request: state, journal of accepted tokens, the attempt that runs now; and the queue."""
+"""The record of each request: state, journal of accepted tokens, the attempt that runs now."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import islice
 
 from trtpd.errors import InternalError
-from trtpd.runtime.core.cluster import Hold
 from trtpd.runtime.core.events import Arrived, WorkKind
+from trtpd.runtime.core.instance import Hold
 from trtpd.runtime.core.lifecycle import AttemptRecord, Instant, State, Timeline
 from trtpd.runtime.core.timers import Timer
 
@@ -58,10 +55,12 @@ class Attempt:
 
 
 class Request:
-    """One request in flight."""
+    """One request in flight. `left_tokens`: the output still to expect when it was last placed; `tag`: its place in
+    the fair order; `patience` ends it if it waits too long for its first place."""
 
     __slots__ = (
         "arrived",
+        "arrived_s",
         "attempt",
         "attempts",
         "avoid",
@@ -69,10 +68,13 @@ class Request:
         "deadline",
         "failures",
         "journal",
+        "left_tokens",
         "losses",
         "model",
+        "patience",
         "rejects",
         "state",
+        "tag",
         "timeline",
         "transfer_failures",
     )
@@ -91,6 +93,10 @@ class Request:
         self.avoid: dict[str, float] = {}
         self.blocked_since_s: float | None = None
         self.deadline: Timer | None = None
+        self.patience: Timer | None = None
+        self.left_tokens = float(arrived.max_tokens)
+        self.tag = (0.0, 0)
+        self.arrived_s = now_s
         self.timeline = Timeline(request_id=arrived.request_id, prompt_tokens=arrived.prompt_tokens)
         self.timeline.mark(Instant.ARRIVED, now_s)
 
@@ -111,61 +117,12 @@ class Request:
     def avoids(self, instance: str, now_s: float) -> bool:
         return bool(self.avoid) and self.avoid.get(instance, now_s) > now_s
 
+    def blocks_others(self, now_s: float, after_s: float) -> bool:
+        """It has waited for room so long that nobody may take any before it."""
+        return self.blocked_since_s is not None and now_s - self.blocked_since_s >= after_s
+
     def running(self) -> Attempt:
         """The attempt that runs now; there must be one."""
         if self.attempt is None:
             raise InternalError(f"request {self.id} is {self.state} and has no attempt")
         return self.attempt
-
-
-class Queue:
-    """Requests of one model that wait for a place: new attempts first, then arrivals, each oldest first."""
-
-    __slots__ = ("again", "fresh", "tokens")
-
-    def __init__(self) -> None:
-        self.again: OrderedDict[int, Request] = OrderedDict()
-        self.fresh: OrderedDict[int, Request] = OrderedDict()
-        self.tokens = 0
-
-    def __len__(self) -> int:
-        return len(self.again) + len(self.fresh)
-
-
-def nth(requests: OrderedDict[int, Request], index: int) -> Request | None:
-    return next(islice(requests.values(), index, None), None)
-
-
-class Backlog:
-    """The queues of all models. A request is in it exactly while its state is QUEUED."""
-
-    def __init__(self) -> None:
-        self.queues: dict[str, Queue] = {}
-        self._length = 0
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __iter__(self) -> Iterator[Request]:
-        for queue in self.queues.values():
-            yield from queue.again.values()
-            yield from queue.fresh.values()
-
-    def add(self, request: Request) -> None:
-        queue = self.queues.setdefault(request.model, Queue())
-        (queue.again if request.attempts else queue.fresh)[request.id] = request
-        queue.tokens += request.prompt_tokens
-        self._length += 1
-
-    def remove(self, request: Request) -> None:
-        queue = self.queues[request.model]
-        del (queue.again if request.attempts else queue.fresh)[request.id]
-        queue.tokens -= request.prompt_tokens
-        self._length -= 1
-        if not len(queue):
-            del self.queues[request.model]
-
-    def tokens_of(self, model: str) -> int:
-        """Prompt tokens that wait."""
-        queue = self.queues.get(model)
-        return queue.tokens if queue else 0

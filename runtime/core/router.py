@@ -6,13 +6,13 @@ The live router, the simulator and the property tests drive this same object: ev
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from trtpd.errors import InternalError
-from trtpd.runtime.core import admit, integrity, status
+from trtpd.runtime.core import admit, integrity, place, status
 from trtpd.runtime.core.books import Books
-from trtpd.runtime.core.cluster import Hold, Instance
+from trtpd.runtime.core.cost import Costs, StepTimeModel, StepWork
 from trtpd.runtime.core.delivery import Delivery
 from trtpd.runtime.core.dispatch import Dispatch
 from trtpd.runtime.core.events import (
@@ -27,10 +27,13 @@ from trtpd.runtime.core.events import (
     Hello,
     InstanceEvent,
     LinkDown,
+    Load,
     Lost,
     Offered,
+    Preempted,
     Refuse,
     Rejected,
+    Role,
     Sealed,
     Step,
     TextStopped,
@@ -41,10 +44,12 @@ from trtpd.runtime.core.events import (
     TransferFailed,
     WakeAt,
 )
+from trtpd.runtime.core.instance import Hold, Instance, Side
 from trtpd.runtime.core.lifecycle import Instant, State, Timeline
 from trtpd.runtime.core.policy import Policy
 from trtpd.runtime.core.recovery import Recovery
 from trtpd.runtime.core.requests import Attempt, Request
+from trtpd.runtime.core.watch import Watch
 
 
 def _is_last(answer: InstanceEvent) -> bool:
@@ -56,13 +61,25 @@ def _is_last(answer: InstanceEvent) -> bool:
 
 class RouterCore:
     """One object per deployment, one thread. `handle` never blocks, and raises InternalError only for bugs of
-    ours or of the driver (a request id used twice)."""
+    ours or of the driver (a request id used twice).
 
-    def __init__(self, policy: Policy | None = None, *, seed: int = 0) -> None:
-        self._books = Books(policy or Policy(), seed)
+    `step_times` are measured costs of each role's engine, from a profile; without them the router learns as it goes.
+    `choose` may be another way to place, to compare with.
+    """
+
+    def __init__(
+        self,
+        policy: Policy | None = None,
+        *,
+        seed: int = 0,
+        step_times: Mapping[Role, StepTimeModel] | None = None,
+        choose: place.Chooser = place.choose,
+    ) -> None:
+        self._books = Books(policy or Policy(), seed, Costs(step_times))
         self._delivery = Delivery(self._books, on_stall=self._stalled)
         self._recovery = Recovery(self._books, self._delivery)
-        self._dispatch = Dispatch(self._books, self._recovery)
+        self._dispatch = Dispatch(self._books, self._recovery, choose)
+        self._watch = Watch(self._books, self._recovery)
         self._events: dict[type, Callable[[Any], None]] = {
             Arrived: self._arrived,
             Hello: self._recovery.hello,
@@ -75,30 +92,39 @@ class RouterCore:
             Tick: lambda _event: None,
         }
         # The key ties each handler to the event's type, which the checker can't see: hence Any.
-        self._answers: dict[tuple[str, type], Callable[[Request, Hold, Any], None]] = {
-            ("prefill", Offered): self._delivery.offered,
-            ("prefill", ChunkReady): self._delivery.chunk_ready,
-            ("prefill", Sealed): self._sealed,
-            ("decode", TransferBegun): self._delivery.begun,
-            ("decode", TransferDone): self._delivery.done,
-            ("decode", TransferFailed): self._recovery.transfer_failed,
-            ("decode", Tokens): self._tokens,
-            ("local", Offered): self._delivery.offered,
-            ("local", ChunkReady): self._delivery.chunk_ready,
-            ("local", Tokens): self._tokens,
+        self._answers: dict[Side, dict[type, Callable[[Request, Hold, Any], None]]] = {
+            "prefill": {
+                Offered: self._delivery.offered,
+                ChunkReady: self._delivery.chunk_ready,
+                Sealed: self._sealed,
+            },
+            "decode": {
+                TransferBegun: self._delivery.begun,
+                TransferDone: self._delivery.done,
+                TransferFailed: self._recovery.transfer_failed,
+                Tokens: self._tokens,
+                Preempted: self._preempted,
+            },
+            "local": {
+                Offered: self._delivery.offered,
+                ChunkReady: self._delivery.chunk_ready,
+                Tokens: self._tokens,
+                Preempted: self._preempted,
+            },
         }
-        for side in ("prefill", "decode", "local"):
-            self._answers[side, Rejected] = self._recovery.rejected
-            self._answers[side, Drained] = self._recovery.drained
+        for handlers in self._answers.values():
+            handlers[Rejected] = self._recovery.rejected
+            handlers[Drained] = self._recovery.drained
 
     def handle(self, now_s: float, event: Event) -> list[Command]:
         """Takes one event at `now_s` and says what is to be done, in this order. A clock that runs backwards
         is taken to stand still."""
         books = self._books
-        books.now_s = max(now_s, books.now_s)
+        books.now_s = books.cluster.now_s = max(now_s, books.now_s)
         books.timers.fire(books.now_s)
         self._events[type(event)](event)
         self._dispatch.run()
+        books.settle()
         wake_s = books.timers.wake_s(books.now_s, ticked=isinstance(event, Tick))
         if wake_s is not None:
             books.say(WakeAt(at_s=wake_s))
@@ -106,7 +132,7 @@ class RouterCore:
 
     def snapshot(self) -> dict[str, Any]:
         """What `trtpd status` shows, as plain data: instances, requests by state, counters, recent faults."""
-        return status.snapshot(self._books)
+        return status.snapshot(self._books, self._watch.rebalancers)
 
     def timeline(self, request_id: int) -> Timeline | None:
         """The record of a request in flight, or of one of those that ended last; it also comes with
@@ -125,23 +151,24 @@ class RouterCore:
             raise InternalError(f"request id {event.request_id} arrives while it is in flight")
         books.tally.counts["arrived"] += 1
         model = admit.model_of(event, books.cluster)
-        refuse = model if isinstance(model, Refuse) else None
-        if isinstance(model, str):
-            refuse = admit.refusal(
-                event,
-                model,
-                cluster=books.cluster,
-                backlog=books.backlog,
-                policy=books.policy,
-                now_s=books.now_s,
-            )
-            if refuse is None:
-                request = Request(event, model, books.now_s)
-                books.open(request, self._deadline)
-                if event.deadline_s <= books.now_s:
-                    self._deadline(request)
+        if isinstance(model, Refuse):
+            books.refuse(model)
+            return
+        refuse = admit.refusal(event, model, books)
+        if refuse is None or refuse.code == "saturated":
+            self._watch.arrived(event, model, admitted=refuse is None)
         if refuse is not None:
             books.refuse(refuse)
+            return
+        request = Request(event, model, books.now_s)
+        books.open(request, self._deadline)
+        request.patience = books.timers.at(books.now_s + books.policy.queue_s, lambda: self._impatient(request))
+        if event.deadline_s <= books.now_s:
+            self._deadline(request)
+
+    def _impatient(self, request: Request) -> None:
+        seconds = self._books.policy.queue_s
+        admit.give_way(self._books, request, f"it found no place within {seconds:g} s", "queue_time")
 
     def _step(self, event: Step) -> None:
         books = self._books
@@ -149,10 +176,26 @@ class RouterCore:
         if instance is None:
             books.tally.counts["stale_answers"] += max(1, len(event.events))
             return
-        for answer in event.events:
-            self._answer(instance, answer)
+        if event.events:
+            books.step_work = StepWork()
+            for answer in event.events:
+                self._answer(instance, answer)
+            if event.load.step_tokens:
+                self._observe(instance, books.step_work, event.load)
         if books.cluster.report(instance, event.load):
             books.room_changed = True
+        if event.load.draining and not instance.draining:
+            self._drain(Drain(instance=instance.name, move=True))
+
+    def _observe(self, instance: Instance, work: StepWork, load: Load) -> None:
+        """Without chunk events prompt tokens show in the count of the step alone; a step that holds what no answer
+        speaks of says nothing."""
+        rest = load.step_tokens - work.n_decode - work.prefill_tokens
+        if rest and not instance.hello.capabilities.chunk_events:
+            work.chunk(0, rest)
+            rest = 0
+        if rest == 0 and instance.healthy:
+            self._books.cluster.observe(instance, work, load.step_s)
 
     def _answer(self, instance: Instance, answer: InstanceEvent) -> None:
         """One answer, fenced: only the living attempt of the living generation is listened to."""
@@ -166,7 +209,7 @@ class RouterCore:
             if _is_last(answer):
                 books.release(hold)
         else:
-            handler = self._answers.get((hold.side, type(answer)))
+            handler = self._answers[hold.side].get(type(answer))
             if handler is None:
                 text = f"{instance.name} ({hold.side}) answered {type(answer).__name__}, which it can't; ignored"
                 books.tally.fault(books.now_s, "protocol", text)
@@ -192,7 +235,8 @@ class RouterCore:
     def _drain(self, event: Drain) -> None:
         instance = self._books.cluster.instances.get(event.instance)
         if instance is not None:
-            self._books.cluster.drain(instance, self._books.now_s)
+            instance.moves_out = event.move
+            self._books.cluster.drain(instance)
             self._books.room_changed = True
 
     def _sealed(self, request: Request, hold: Hold, event: Sealed) -> None:
@@ -204,7 +248,8 @@ class RouterCore:
             return
         self._books.cluster.seen(hold)
         log_probs = () if event.log_prob is None else (event.log_prob,)
-        self._books.accept(request, event.first_index, (event.token,), log_probs)
+        top_log_probs = (event.top_log_probs,) if event.top_log_probs else ()
+        self._books.accept(request, event.first_index, (event.token,), log_probs, top_log_probs)
         if event.finish is not None or len(request.journal) >= request.arrived.max_tokens:
             request.running().seal = event.seal
             self._books.end(request, State.FINISHED, event.finish or "length")
@@ -215,22 +260,35 @@ class RouterCore:
         books, attempt = self._books, request.running()
         if hold.side == "decode" and not attempt.joined:
             self._delivery.join(request, hold)
-        elif hold.side == "local":
+        elif hold.side == "local" and request.state is not State.DECODING:
             books.end_prefill(request)
             request.state = State.DECODING
             books.cluster.seen(hold)
+        else:
+            books.step_work.n_decode += len(event.ids)
         if event.finish is not None:
             books.release(hold)
             attempt.decode, attempt.prefill = None, None
         if event.first_index > len(request.journal):
             self._recovery.gap(request, hold.instance, event.first_index)
             return
-        request.timeline.mark(Instant.DECODE_BEGIN, books.now_s)
-        surplus = books.accept(request, event.first_index, event.ids, event.log_probs)
+        if Instant.DECODE_BEGIN not in attempt.record.instants:
+            request.timeline.mark(Instant.DECODE_BEGIN, books.now_s)
+        if event.cached_tokens is not None:
+            attempt.record.cached_tokens = event.cached_tokens
+        surplus = books.accept(request, event.first_index, event.ids, event.log_probs, event.top_log_probs)
+        if event.finish is None:
+            books.wrote(request, hold, len(event.ids))
         if event.finish is not None and not surplus:
             books.end(request, State.FINISHED, event.finish)
         elif len(request.journal) >= request.arrived.max_tokens:
             books.end(request, State.FINISHED, "length")
+
+    def _preempted(self, request: Request, hold: Hold, _event: Preempted) -> None:
+        """It goes on by itself. Its instance has taken on more than it had blocks for."""
+        request.running().record.preemptions += 1
+        self._books.tally.counts["preemptions"] += 1
+        self._books.cluster.seen(hold)
 
     def _deadline(self, request: Request) -> None:
         books = self._books

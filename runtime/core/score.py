@@ -4,23 +4,38 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+import numpy as np
+
 from trtpd.errors import InputError
-from trtpd.runtime.core.cluster import Instance
+from trtpd.runtime.core.cost import Costs
+from trtpd.runtime.core.instance import Instance
+from trtpd.runtime.core.ranks import Floats, Mask, Table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """Published weights, each in seconds.
+    """Published weights. A placement's score is the sum of
 
-    ttft_s: per second of predicted time to the first token · kv_s: a decode pool that would be full, falling
-    off with the square of its use · batch_s: a batch that would be full · fallback_s: an instance doing the
-    other role's work beside its own.
+    ttft_s         per second of predicted time to the first token: prompts that wait there, own prefill less
+                   what a prefix cache should hold of it
+    tpot_s         a step as long as the TPOT target (or, without one, as TPOT_USUAL_S) once the sequence has
+                   joined, by the square of the ratio
+    kv_s           a KV pool that its sequences will fill, by the square of the part they will fill
+    batch_s        a batch that is promised in full, by the part that is
+    transfer_s     per second of the hand-off that its client would wait for
+    disturb_s      per second that a prefill beside decoding sequences makes them wait, all together
+    fallback_s     an instance doing the other role's work because something is missing
+    prefix_s       per second of prefill that a prefix hit saves the pool, beside what it saves this request
     """
 
     ttft_s: float = 1.0
+    tpot_s: float = 0.5
     kv_s: float = 0.5
-    batch_s: float = 0.25
+    batch_s: float = 0.1
+    transfer_s: float = 1.0
+    disturb_s: float = 0.5
     fallback_s: float = 0.5
+    prefix_s: float = 0.25
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -28,26 +43,75 @@ class Weights:
                 raise InputError(f"scheduler weight {item.name} is {getattr(self, item.name)}; it must be at least 0")
 
 
-def first_token_s(instance: Instance, tokens: int) -> float:
-    """Predicted seconds until `tokens` more prompt tokens are computed there, those queued before
-    included."""
-    return (instance.queued_tokens + tokens) / instance.hello.prefill_tokens_per_s
+TPOT_USUAL_S = 0.05
+"""What a step's length is measured by where a request has no TPOT target."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """One request as the score sees it. `left_tokens`: the output to expect of it. `hits`: prompt tokens that
+    instances should hold in their prefix caches."""
+
+    prompt_tokens: int
+    total_tokens: int
+    left_tokens: float
+    tpot_s: float | None
+    hits: dict[str, int]
+
+
+def prefill(table: Table, work: Work, weights: Weights, stretch: float) -> Floats:
+    """The TTFT term for each instance: prompts that wait there and its own, less what a cache should hold of it.
+
+    A hit also takes off what it saves the pool, so that an instance whose queue is longer than that is not chosen
+    for its cache.
+    """
+    tokens = work.prompt_tokens * stretch
+    found: Floats = table.token_s * (weights.ttft_s * tokens)
+    found += table.wait_s if weights.ttft_s == 1.0 else weights.ttft_s * table.wait_s
+    for name, hit in work.hits.items():
+        row = row_of(table, name)
+        if row is not None:
+            found[row] -= (weights.ttft_s + weights.prefix_s) * table.token_s[row] * stretch * hit
+    return found
+
+
+def row_of(table: Table, name: str) -> int | None:
+    """Where an instance is, if it is in this table."""
+    instance = table.names.get(name)
+    return None if instance is None else instance.row
+
+
+def decode(table: Table, work: Work, flow: float = 0.0) -> Floats:
+    """TPOT, KV and batch terms for each instance, and `flow` for each transfer under way there.
+
+    The step is that of the batch the sequence will meet on the whole: those there now, less those who will have
+    gone before a usual answer is half written. A node of few but long sessions looks idle and is not; one whose
+    many sessions are about to end looks full and is not.
+    """
+    target_s = work.tpot_s or TPOT_USUAL_S
+    grows = work.prompt_tokens + work.left_tokens
+    found: Floats = np.dot((1.0 / (target_s * target_s), 1.0, grows, grows * grows, flow), table.decode_terms)
+    return found
+
+
+def disturbance(table: Table, work: Work, weights: Weights, stretch: float) -> Floats:
+    """What its prefill would make those wait that decode there, for each instance."""
+    found: Floats = table.token_s * table.sequences
+    found *= weights.disturb_s * work.prompt_tokens * stretch
+    return found
+
+
+def too_late(table: Table, tpot_s: float | None, costs: Costs) -> Mask | None:
+    """Where the steps of one more sequence would miss its target. None: nowhere, or even an idle instance's would,
+    or nobody knows yet."""
+    if tpot_s is None or not table.open or not costs.known(table.instances[0].hello, table.role):
+        return None
+    if float(table.one_s.min()) > tpot_s:
+        return None
+    late: Mask = table.joined_s > tpot_s
+    return late
 
 
 def kv_use(instance: Instance, blocks: int) -> float:
     """The part of the pool that is promised once `blocks` more are."""
     return (instance.committed_blocks + blocks) / instance.hello.kv_blocks
-
-
-def batch_use(instance: Instance) -> float:
-    """The part of the batch that is taken once one more sequence joins; above 1 sequences wait for each
-    other."""
-    return (instance.placed + 1) / instance.hello.max_batch
-
-
-def prefill_score(instance: Instance, tokens: int, weights: Weights) -> float:
-    return weights.ttft_s * first_token_s(instance, tokens)
-
-
-def decode_score(instance: Instance, blocks: int, weights: Weights) -> float:
-    return weights.kv_s * kv_use(instance, blocks) ** 2 + weights.batch_s * batch_use(instance)

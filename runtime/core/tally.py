@@ -28,6 +28,10 @@ class Tally:
         self.failed: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
         self.retries: Counter[str] = Counter()
+        self.placed: Counter[str] = Counter()
+        self.shed: Counter[str] = Counter()
+        self.moves: Counter[str] = Counter()
+        self.rungs: Counter[str] = Counter()
         self.faults: deque[Fault] = deque(maxlen=policy.faults_kept)
         self._ended: OrderedDict[int, Timeline] = OrderedDict()
         self._timelines_kept = policy.timelines_kept

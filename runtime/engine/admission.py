@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trtpd.errors import RequestError
-from trtpd.runtime.engine.base import EngineLimits, EngineRequest, RequestKind, validate_sampling
+from trtpd.runtime.engine.base import EngineLimits, EngineRequest, RequestKind
+from trtpd.runtime.engine.sampling_limits import validate_sampling
 
 
 def peak_kv_tokens(request: EngineRequest, max_seq_tokens: int) -> int:
@@ -19,7 +20,7 @@ def peak_kv_tokens(request: EngineRequest, max_seq_tokens: int) -> int:
 
 def check_request(request: EngineRequest, limits: EngineLimits) -> None:
     """Raises RequestError, naming every fault, for a request this engine could never run."""
-    faults = [*_faults(request, limits), *validate_sampling(request.sampling)]
+    faults = [*_faults(request, limits), *validate_sampling(request.sampling, vocab_size=limits.vocab_size)]
     if faults:
         raise RequestError(f"request {request.request_id}: {'; '.join(faults)}")
     blocks = -(-peak_kv_tokens(request, limits.max_seq_tokens) // limits.tokens_per_block)

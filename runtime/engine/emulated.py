@@ -2,7 +2,8 @@
 
 It schedules, allocates and moves KV like a real engine. Each token leaves values in the KV that depend on it
 and its position, and the next token is a function of all that the sequence's blocks hold: KV that is missing,
-stale or in the wrong place gives other tokens.
+stale or in the wrong place gives other tokens. A temperature only says that the seed matters to them, top-k, top-p and
+min-p nothing; what else a request may ask of its sampling is honoured, over logits made up around that token.
 
 A sequence's KV is read whole once; from then on only its last block and, in turn, one of those before it are read
 again, so that a step costs the same however long its sequences are.
@@ -18,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest as xxh3
@@ -27,13 +29,15 @@ from trtpd.errors import EngineError
 from trtpd.kv_transfer.pool import SharedPool
 from trtpd.runtime.engine.executor import DrawAt, Piece
 from trtpd.runtime.engine.group import Follower, Loaded, alone, check_group, follow, lead
+from trtpd.runtime.engine.penalties import changes
 from trtpd.runtime.engine.ranks import Array, Ranks
-from trtpd.runtime.engine.sampling import Draw, mix
+from trtpd.runtime.engine.sampling import Draw, draw, mix, uniform
 from trtpd.runtime.engine.shell import ScheduledEngine
 from trtpd.runtime.engine.steps import Step
 
 U64 = npt.NDArray[np.uint64]
 _WORD = (1 << 64) - 1
+_LOGIT_RANGE = 8.0
 _ZERO = np.zeros(1, np.uint64)
 Sleep = Callable[[float], None]
 Clock = Callable[[], float]
@@ -145,8 +149,8 @@ BlockAt = tuple[int, int, int]
 
 GATHER_BYTES = 4 << 20
 
-SequenceKey = tuple[int, int]
-"""A sequence by its first block and that block's epoch: no two sequences have had the same."""
+SequenceKey = tuple[int, int, int]
+"""A sequence by its number, its first block and that block's epoch: what was read of it holds as long as these."""
 
 
 class EmulatedPart:
@@ -209,7 +213,7 @@ class EmulatedPart:
         for piece, epoch in zip(step.pieces, step.epochs, strict=True):
             if piece.draw is None:
                 continue
-            key = (piece.blocks[0], epoch)
+            key = (piece.sequence, piece.blocks[0], epoch)
             read = former.get(key)
             if read is None or read.tokens != piece.start:
                 read = _Read()
@@ -276,11 +280,16 @@ def draw_all(
         first = held.index(heads)
         # The digest of heads read before counts once; where this rank read something else, that is added.
         total += digests[at][:, 0] if first == at else mix(digests[at][:, 0] ^ digests[first][:, 0]) - mix(_ZERO)
-    seeds = np.array([at.sampling.seed if at.sampling.temperature > 0 else 0 for at in asked], np.uint64)
+    seeds = np.array([at.sampling.seed & _WORD if at.sampling.temperature > 0 else 0 for at in asked], np.uint64)
     words = mix(mix(total ^ mix(seeds)) ^ np.array([at.index for at in asked], np.uint64))
-    log_probs = np.log(((words >> np.uint64(11)) + np.uint64(1)).astype(np.float64) * 2.0**-53)
-    tokens = words % np.uint64(vocab_size)
-    return [
-        Draw(token, log_prob if at.sampling.log_probs else None)
-        for token, log_prob, at in zip(tokens.tolist(), log_probs.tolist(), asked, strict=True)
-    ]
+    return [_draw(word, vocab_size, at) for word, at in zip(words.tolist(), asked, strict=True)]
+
+
+def _draw(word: int, vocab_size: int, at: DrawAt) -> Draw:
+    """The token that `word` stands for, unless the request bars it or prefers others."""
+    sampling = at.sampling
+    if not (sampling.log_probs or sampling.top_log_probs or changes(sampling, at.index)):
+        return Draw(word % vocab_size, None)
+    logits = (uniform(word, 0, np.arange(vocab_size)) * -_LOGIT_RANGE).astype(np.float32)
+    logits[word % vocab_size] = 1.0
+    return draw(logits[None], [msgspec.structs.replace(sampling, temperature=0.0)], [at.index], [at.history])[0]

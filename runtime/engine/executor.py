@@ -8,27 +8,31 @@ from typing import Protocol
 import msgspec
 
 from trtpd.runtime.engine.base import Sampling
+from trtpd.runtime.engine.penalties import History
 from trtpd.runtime.engine.sampling import Draw
 
 
 class DrawAt(msgspec.Struct, frozen=True, kw_only=True):
-    """Draw the token at output index `index`."""
+    """Draw the token at output index `index`. `history` is there where the draw depends on the tokens so far."""
 
     sampling: Sampling
     index: int
+    history: History | None = None
 
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence's part in a step: compute `ids` at positions `start ...`.
 
     `blocks` hold the sequence's KV in order and have room for `start + len(ids)` tokens; the first `start` of
-    them are there. `draw` asks for the token after the last of `ids`.
+    them are there. `draw` asks for the token after the last of `ids`. `sequence` is a number that no other sequence of
+    the engine has had.
     """
 
     ids: Sequence[int]
     start: int
     blocks: Sequence[int]
     draw: DrawAt | None
+    sequence: int = 0
 
     @property
     def end(self) -> int:

@@ -9,8 +9,7 @@ from types import ModuleType
 
 from trtpd.build.manifest import EngineConfig, check_loadable, read_engine_config
 from trtpd.errors import EngineError
-from trtpd.runtime.engine.base import Engine
-from trtpd.runtime.engine.group import Follower
+from trtpd.runtime.engine.base import Engine, RankFollower
 from trtpd.runtime.engine.ranks import Ranks
 
 
@@ -25,20 +24,16 @@ def load_engine(directory: Path, *, pool_name: str, generation: str, ranks: Rank
     return engine
 
 
-def join_engine(directory: Path, *, pool_name: str, generation: str, ranks: Ranks) -> Follower:
+def join_engine(directory: Path, *, pool_name: str, generation: str, ranks: Ranks) -> RankFollower:
     """Loads the part of a rank other than the first. Raises as `load_engine`."""
     config, module = _open(directory)
-    follower: Follower = module.join(config, directory, pool_name=pool_name, generation=generation, ranks=ranks)
+    follower: RankFollower = module.join(config, directory, pool_name=pool_name, generation=generation, ranks=ranks)
     return follower
 
 
 def _open(directory: Path) -> tuple[EngineConfig, ModuleType]:
     config = read_engine_config(directory)
     module = _MODULES.get(config.engine)
-    if config.engine == "tensorrt_llm":
-        raise EngineError(
-            f"{directory} was built for tensorrt_llm, which is not in this version: build with engine: openvino"
-        )
     if module is None:
         raise EngineError(
             f"{directory} was built for the engine {config.engine!r}; this version has "
@@ -51,5 +46,6 @@ def _open(directory: Path) -> tuple[EngineConfig, ModuleType]:
 _MODULES = {
     "openvino": "trtpd.runtime.engine.openvino",
     "emulated": "trtpd.runtime.engine.emulated",
+    "tensorrt_llm": "trtpd.runtime.engine.tensorrt_llm.load",
 }
 """Each has `load` and `join`."""

@@ -150,10 +150,10 @@ def check_group(config: EngineConfig, ranks: Ranks | None) -> None:
             f"config.json contradicts itself: tp is {config.tp}, its KV layout is of tp {config.layout.tp} and pp "
             f"{config.layout.pp} (engines here have no pipeline stages); build this role again"
         )
-    if size != config.tp:
+    if size != config.processes:
         raise EngineError(
             f"the {config.role} engine of {config.model} was built for tp {config.tp} and is started with {size} "
-            f"rank{'' if size == 1 else 's'}: start it as `mpirun -n {config.tp} python -m mpi4py -m "
+            f"rank{'' if size == 1 else 's'}: start it as `mpirun -n {config.processes} python -m mpi4py -m "
             "trtpd.runtime.worker ...`, as `trtpd serve` does"
         )
 

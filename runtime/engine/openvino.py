@@ -1,4 +1,4 @@
-"""The OpenVINO engine: a Llama of our own graph on the CPU, its KV in shared memory."""
+"""The OpenVINO engine: a decoder of our own graph on the CPU, its KV in shared memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trtpd.runtime.engine.executor import DrawAt
 from trtpd.runtime.engine.graph import (
     ALL_REDUCES_PER_LAYER,
     TOKENS_PER_BLOCK,
-    build_llama,
+    build_decoder,
     key_input,
     kv_type,
     value_input,
@@ -71,22 +71,25 @@ def _load_rank(config: EngineConfig, directory: Path, pool_name: str, generation
         head_dim=architecture.head_dim,
         kv_dtype=layout.dtype,
         threads=threads,
+        windowed=bool(architecture.window_layers),
     )
     sums = None if ranks is None else Sums(ranks)
     with Weights(directory, architecture, shard) as weights:
-        model = build_llama(
+        model = build_decoder(
             openvino,
             architecture,
             weights,
             shard,
             kv_dtype=layout.dtype,
             positions=config.max_seq_tokens,
+            widen=config.profile.widen_weights,
             sum_up=sums,
         )
-    compiled = compile_for_cpu(openvino, model, threads=threads, kv_dtype=layout.dtype)
+        compiled = compile_for_cpu(openvino, model, threads=threads, kv_dtype=layout.dtype)
     pool = SharedPool.create(pool_name, layout, config.profile.kv_blocks, generation=generation, tp_rank=shard.rank)
     try:
-        part = OpenVINOPart(openvino, compiled, pool, config, width=len(shard.vocabulary), sums=sums)
+        width = len(shard.vocabulary)
+        part = OpenVINOPart(openvino, compiled, pool, config, width=width, weights=weights, sums=sums)
     except BaseException:
         pool.close()
         raise
@@ -110,7 +113,8 @@ class Sums:
 
 
 class OpenVINOPart:
-    """A rank's compiled model, whose KV is `pool`. Its rows are logits, `width` of the vocabulary."""
+    """A rank's compiled model, whose KV is `pool` and whose constants may still lie in `weights`. Its rows are logits,
+    `width` of the vocabulary."""
 
     def __init__(
         self,
@@ -120,6 +124,7 @@ class OpenVINOPart:
         config: EngineConfig,
         *,
         width: int,
+        weights: Weights | None = None,
         sums: Sums | None = None,
     ) -> None:
         profile = config.profile
@@ -132,6 +137,8 @@ class OpenVINOPart:
         self._inputs = StepInputs(config.layout, limits, max_seq_tokens=config.max_seq_tokens)
         self._logits = np.empty((limits.max_running, width), np.float32)
         self._request: Any = compiled.create_infer_request()
+        self._weights = weights
+        self._settled: set[int] = set()
         self._sums = sums
         self._sums_per_step = ALL_REDUCES_PER_LAYER * config.layout.num_layers
         self._bind_kv(pool)
@@ -153,11 +160,20 @@ class OpenVINOPart:
         if self._sums is not None and self._sums.taken - before != self._sums_per_step:
             taken = self._sums.taken - before
             raise EngineError(f"openvino left a step after {taken} of {self._sums_per_step} sums over all ranks")
+        self._settle(step.tokens)
         return logits
 
     def close(self) -> None:
         """See Part."""
         self._request = None
+
+    def _settle(self, tokens: int) -> None:
+        """The first step of each size still reads weights, to make copies in a layout of the plugin's own; what it read
+        isn't needed in memory after that."""
+        size = tokens.bit_length()
+        if self._weights is not None and size not in self._settled:
+            self._settled.add(size)
+            self._weights.let_go()
 
     def _bind_kv(self, pool: SharedPool) -> None:
         dtype = kv_type(self._openvino, pool.layout.dtype)
@@ -175,7 +191,9 @@ def draw_from(parts: list[Array], asked: Sequence[DrawAt]) -> list[Draw]:
             "openvino left logits unwritten or not a number in a step: a node failed without an error, "
             "or the weights overflow; check the checkpoint, and build with precision f32"
         )
-    return draw(logits, [at.sampling for at in asked], [at.index for at in asked]) if asked else []
+    if not asked:
+        return []
+    return draw(logits, [at.sampling for at in asked], [at.index for at in asked], [at.history for at in asked])
 
 
 def _check_supported(config: EngineConfig) -> None:

@@ -21,31 +21,46 @@ F32 = npt.NDArray[np.float32]
 
 _TOKENS, _FIRST_CHUNK = 70, 50
 _BLOCKS = (4, 1, 2)
+_WINDOW = 40
+"""Crosses a block and the end of the first chunk."""
 _TOLERANCE: dict[KVDtype, float] = {"f32": 1e-4, "f16": 2e-2, "bf16": 8e-2}
 
 
 def check_paged_attention(
-    openvino: ModuleType, *, heads: int, kv_heads: int, head_dim: int, kv_dtype: KVDtype, threads: int
+    openvino: ModuleType,
+    *,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    kv_dtype: KVDtype,
+    threads: int,
+    windowed: bool = False,
 ) -> None:
-    """Raises EngineError unless attention over paged KV of this shape and type is right here."""
+    """Raises EngineError unless attention over paged KV of this shape and type is right here; `windowed`: also that of
+    layers with a sliding window."""
     rng = np.random.default_rng(0)
     query, key, value = (
         rng.standard_normal((_TOKENS, count, head_dim), np.float32) for count in (heads, kv_heads, kv_heads)
     )
-    found = _paged(openvino, query, key, value, kv_dtype=kv_dtype, threads=threads)
-    error = np.abs(found - attention(query, key, value)).max()
-    if not error <= _TOLERANCE[kv_dtype]:
-        raise EngineError(
-            f"paged attention with {kv_dtype} KV, {heads} heads, {kv_heads} KV heads of {head_dim} is wrong "
-            f"on this CPU (error {error:.3g}, allowed {_TOLERANCE[kv_dtype]:g}): build with kv_dtype f32"
-        )
+    for window in (None, _WINDOW) if windowed else (None,):
+        found = _paged(openvino, query, key, value, kv_dtype=kv_dtype, threads=threads, window=window)
+        error = np.abs(found - attention(query, key, value, window=window)).max()
+        if not error <= _TOLERANCE[kv_dtype]:
+            of_window = "" if window is None else f" in a window of {window} tokens"
+            raise EngineError(
+                f"paged attention{of_window} with {kv_dtype} KV, {heads} heads, {kv_heads} KV heads of {head_dim} is "
+                f"wrong on this CPU (error {error:.3g}, allowed {_TOLERANCE[kv_dtype]:g}): build with kv_dtype f32"
+            )
 
 
-def attention(query: F32, key: F32, value: F32) -> F32:
-    """Causal attention of one sequence, `[tokens, heads, head_dim]`; query heads share KV heads in order."""
+def attention(query: F32, key: F32, value: F32, *, window: int | None = None) -> F32:
+    """Causal attention of one sequence, `[tokens, heads, head_dim]`, each token to the last `window`, itself included
+    (None: to all); query heads share KV heads in order."""
     tokens, heads, head_dim = query.shape
     group = heads // key.shape[1]
-    hidden = np.triu(np.full((tokens, tokens), -np.inf, np.float32), 1)
+    back = np.arange(tokens)[:, None] - np.arange(tokens)[None, :]
+    seen = (back >= 0) & (back < (tokens if window is None else window))
+    hidden = np.where(seen, np.float32(0), np.float32(-np.inf))
     result = np.empty_like(query)
     for head in range(heads):
         scores = query[:, head] @ key[:, head // group].T * np.float32(head_dim**-0.5) + hidden
@@ -54,13 +69,15 @@ def attention(query: F32, key: F32, value: F32) -> F32:
     return result
 
 
-def _paged(openvino: ModuleType, query: F32, key: F32, value: F32, *, kv_dtype: KVDtype, threads: int) -> F32:
+def _paged(
+    openvino: ModuleType, query: F32, key: F32, value: F32, *, kv_dtype: KVDtype, threads: int, window: int | None
+) -> F32:
     ops, f32 = openvino.opset13, openvino.Type.f32
     flat = {"query": query, "key": key, "value": value}
     flat = {name: np.ascontiguousarray(rows.reshape(_TOKENS, -1)) for name, rows in flat.items()}
     rows_in = [named(ops.parameter([-1, rows.shape[1]], f32), name) for name, rows in flat.items()]
     paging = Paging(openvino, kv_heads=key.shape[1], head_dim=key.shape[2], kv_dtype=kv_dtype)
-    result = ops.result(paging.attend(0, *rows_in))
+    result = ops.result(paging.attend(0, *rows_in, window=window))
     model = openvino.Model([result], [*rows_in, *paging.parameters], "paged_attention")
     request = compile_for_cpu(openvino, model, threads=threads, kv_dtype=kv_dtype).create_infer_request()
     shape = (max(_BLOCKS) + 1, key.shape[1], 32, key.shape[2])

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from trtpd.build.manifest import EngineConfig
 from trtpd.errors import EngineError, InternalError, RequestError
 from trtpd.kv_transfer.pool import PoolAddress, SharedPool
-from trtpd.runtime.core.events import Capabilities, Drained, Rejected, Tokens
+from trtpd.runtime.core.events import Capabilities, Drained, Preempted, Rejected, Tokens
 from trtpd.runtime.engine.admission import check_request, peak_kv_tokens
 from trtpd.runtime.engine.base import (
     EngineEvent,
@@ -27,7 +27,7 @@ from trtpd.runtime.engine.base import (
 )
 from trtpd.runtime.engine.batching import PrefillPart, StepLimits, StepPlan, plan_step
 from trtpd.runtime.engine.executor import DrawAt, Executor, Piece
-from trtpd.runtime.engine.paging import EngineKV
+from trtpd.runtime.engine.paging import EngineKV, KVPolicy
 from trtpd.runtime.engine.sampling import Draw
 from trtpd.runtime.engine.sequences import Running, SequenceTable, Stage
 
@@ -63,7 +63,13 @@ class ScheduledEngine:
             chunk_tokens=profile.chunk_tokens,
             max_batch=profile.max_batch,
         )
-        self._kv = EngineKV(pool, max_seq_tokens=config.max_seq_tokens, others=others)
+        policy = KVPolicy(
+            growth_kept=profile.growth_kept,
+            prefix_cache=profile.prefix_cache,
+            keep_blocks=profile.prefix_cache_blocks,
+            salt=config.pair_fingerprint,
+        )
+        self._kv = EngineKV(pool, max_seq_tokens=config.max_seq_tokens, others=others, policy=policy)
         self._sequences = SequenceTable(self._kv)
         self._executor = executor
         self._clock = clock
@@ -109,8 +115,10 @@ class ScheduledEngine:
     def poll(self, timeout_s: float) -> StepReport:
         """See Engine. Admissions are reported before the step that begins them: then no step is run."""
         self._check_usable()
+        for victim in self._sequences.make_room():
+            self._events.append(Preempted(request_id=victim.key[0], attempt=victim.key[1]))
         plan = plan_step(self._sequences.plan_state(waiting_at_most=self._step_limits.max_running), self._step_limits)
-        self._kv.set_aside_blocks = plan.short_blocks
+        self._kv.set_aside_blocks = plan.short_blocks + self._sequences.growing_blocks
         began_s, step_tokens = self._clock(), 0
         if plan.admitted:
             self._admit(plan.admitted)
@@ -155,9 +163,19 @@ class ScheduledEngine:
             )
 
     def _admit(self, keys: Sequence[Key]) -> None:
-        for key in keys:
-            blocks = self._sequences.admit(key)
-            self._events.append(PrefillBegan(request_id=key[0], attempt=key[1], blocks=blocks))
+        """What was preempted begins a second time, and says nothing of it."""
+        for request_id, attempt in keys:
+            again = self._sequences.at(Stage.WAITING, (request_id, attempt)).cached_tokens is not None
+            sequence = self._sequences.admit((request_id, attempt))
+            cached_tokens = sequence.cached_tokens or 0
+            if again:
+                continue
+            blocks = tuple(self._kv.blocks_of(sequence.key))
+            self._events.append(
+                PrefillBegan(request_id=request_id, attempt=attempt, blocks=blocks, cached_tokens=cached_tokens)
+            )
+            if cached_tokens:
+                self._events.append(PrefillChunk(request_id=request_id, attempt=attempt, ready_tokens=cached_tokens))
 
     def _execute(self, plan: StepPlan) -> None:
         for key in plan.joined:
@@ -181,18 +199,19 @@ class ScheduledEngine:
         return Piece(
             ids=sequence.ids[sequence.done_tokens :],
             start=sequence.done_tokens,
-            blocks=self._kv.blocks_for_tokens(key, len(sequence.ids)),
-            draw=DrawAt(sampling=sequence.request.sampling, index=sequence.next_index),
+            blocks=self._kv.blocks_of(key),
+            draw=_draw_at(sequence),
+            sequence=sequence.number,
         )
 
     def _prefill_piece(self, part: PrefillPart) -> Piece:
         sequence = self._sequences.at(Stage.PREFILLING, part.key)
-        draw = DrawAt(sampling=sequence.request.sampling, index=sequence.next_index)
         return Piece(
             ids=sequence.ids[part.start : part.start + part.tokens],
             start=part.start,
             blocks=self._kv.blocks_of(part.key),
-            draw=draw if part.last else None,
+            draw=_draw_at(sequence) if part.last else None,
+            sequence=sequence.number,
         )
 
     def _account_decode(self, sequence: Running, draw: Draw | None) -> None:
@@ -203,8 +222,9 @@ class ScheduledEngine:
         self._sequences.computed(sequence, part.tokens)
         if not part.last:
             request_id, attempt = part.key
-            ready_tokens = sequence.done_tokens
-            self._events.append(PrefillChunk(request_id=request_id, attempt=attempt, ready_tokens=ready_tokens))
+            ready_tokens = min(sequence.done_tokens, sequence.prompt_tokens)
+            if sequence.next_index == sequence.request.first_index:
+                self._events.append(PrefillChunk(request_id=request_id, attempt=attempt, ready_tokens=ready_tokens))
         elif sequence.request.kind is RequestKind.CONTEXT_ONLY:
             self._sequences.move(part.key, Stage.PREFILLING, Stage.HELD)
             self._seal(sequence, _given(draw))
@@ -222,6 +242,7 @@ class ScheduledEngine:
                 first_index=index,
                 token=draw.token,
                 log_prob=draw.log_prob,
+                top_log_probs=draw.top,
                 finish=sequence.append(draw.token, max_seq_tokens=self._limits.max_seq_tokens),
             )
         )
@@ -237,6 +258,8 @@ class ScheduledEngine:
                 first_index=index,
                 ids=(draw.token,),
                 log_probs=() if draw.log_prob is None else (draw.log_prob,),
+                top_log_probs=(draw.top,) if draw.top else (),
+                cached_tokens=sequence.cached_tokens if index == sequence.request.first_index else None,
                 finish=finish,
             )
         )
@@ -247,6 +270,10 @@ class ScheduledEngine:
         for key in keys:
             self._sequences.retire(key)
             self._events.append(Rejected(request_id=key[0], attempt=key[1], code=error.code, reason=str(error)))
+
+
+def _draw_at(sequence: Running) -> DrawAt:
+    return DrawAt(sampling=sequence.request.sampling, index=sequence.next_index, history=sequence.history)
 
 
 def _given(draw: Draw | None) -> Draw:

@@ -16,13 +16,14 @@ from trtpd.runtime.engine.executor import DrawAt, Piece
 I32 = npt.NDArray[np.int32]
 
 _SOMEHOW = DrawAt(sampling=Sampling(), index=0)
-_HEAD_WORDS = 6
+_HEAD_WORDS = 7
+_HALF = 0x7FFFFFFF
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What every rank computes. `epochs[i]` is that of the first block of piece i, in the leader's pool: with the
-    block it names the sequence, also where another had the block before."""
+    """What every rank computes. `epochs[i]` is that of the first block of piece i, in the leader's pool: with block and
+    sequence it names what lies there, also where the sequence had the block before."""
 
     pieces: Sequence[Piece]
     epochs: Sequence[int]
@@ -36,7 +37,7 @@ class StepWire:
     """Packs steps into a buffer of its own, which holds any step within the limits, and back.
 
     The run: how many pieces; for each its start, the numbers of its ids and blocks, whether it draws, its epoch in
-    two halves; then all ids; then all blocks. How a token is drawn is not told: rank 0 draws.
+    two halves, its sequence; then all ids; then all blocks. How a token is drawn is not told: rank 0 draws.
     """
 
     def __init__(self, layout: KVLayout, limits: StepLimits, *, max_seq_tokens: int) -> None:
@@ -51,7 +52,8 @@ class StepWire:
         head = np.empty((len(pieces), _HEAD_WORDS), np.int64)
         for row, piece, held, epoch in zip(head, pieces, blocks, step.epochs, strict=True):
             draws = piece.draw is not None
-            row[:] = piece.start, len(piece.ids), len(held), draws, epoch & 0x7FFFFFFF, epoch >> 31
+            number = piece.sequence & _HALF
+            row[:] = piece.start, len(piece.ids), len(held), draws, epoch & _HALF, epoch >> 31, number
         at = 1 + head.size
         self.buffer[0] = len(pieces)
         self.buffer[1:at] = head.reshape(-1)
@@ -68,13 +70,14 @@ class StepWire:
         ids_end = at + sum(row[1] for row in head)
         ids, blocks = self.buffer[at:ids_end], self.buffer[ids_end:length]
         pieces = []
-        for start, id_count, block_count, draws, _, _ in head:
+        for start, id_count, block_count, draws, _, _, number in head:
             piece = Piece(
                 ids=ids[:id_count].tolist(),
                 start=start,
                 blocks=blocks[:block_count].tolist(),
                 draw=_SOMEHOW if draws else None,
+                sequence=number,
             )
             pieces.append(piece)
             ids, blocks = ids[id_count:], blocks[block_count:]
-        return Step(pieces, [low | high << 31 for *_, low, high in head])
+        return Step(pieces, [low | high << 31 for *_, low, high, _ in head])

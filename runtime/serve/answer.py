@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from trtpd.errors import InternalError, NoInstanceError, RequestError, SaturatedError
-from trtpd.runtime.core.events import Finish
+from trtpd.runtime.core.events import Finish, TopLogProbs
 from trtpd.runtime.core.lifecycle import State
 from trtpd.runtime.serve.emitter import End, Failure, Piece
 from trtpd.runtime.serve.text import TextLayer
@@ -30,16 +30,23 @@ class Answer:
         stops: Sequence[str],
         *,
         hidden: Sequence[int] = (),
+        min_tokens: int = 0,
         prompt_ids: Sequence[int] = (),
     ) -> None:
-        self._stream = text.stream(stops, hidden=hidden)
+        self._stream = text.stream(stops, hidden=hidden, min_tokens=min_tokens)
         self._echo = text.decode(prompt_ids) if prompt_ids else ""
         self._tokens = 0
         self._cum_log_prob = 0.0
         self._second_token_s: float | None = None
 
     def push(
-        self, first_index: int, ids: Sequence[int], log_probs: Sequence[float], *, now_s: float
+        self,
+        first_index: int,
+        ids: Sequence[int],
+        log_probs: Sequence[float],
+        top_log_probs: Sequence[TopLogProbs] = (),
+        *,
+        now_s: float,
     ) -> tuple[Piece, int | None]:
         """What may go out, and the output index of the token in which a stop string ended, if one did.
 
@@ -53,6 +60,8 @@ class Answer:
             piece.ids.append(token)
             if log_probs:
                 piece.log_probs.append(log_probs[offset])
+            if top_log_probs:
+                piece.top_log_probs.append(top_log_probs[offset])
         if first_index <= 1 < first_index + len(ids):
             self._second_token_s = now_s
         self._tokens += len(piece.ids)
@@ -70,13 +79,14 @@ class Answer:
         if finish.timeline is not None:
             timeline = report(finish.timeline, finish=reason, second_token_s=self._second_token_s)
         failure = None
-        if finish.state == State.FAILED:
-            failure = failure_of(finish.reason, finish.message)
+        if finish.state in (State.FAILED, State.REFUSED):
+            failure = failure_of(finish.reason, finish.message, retry_after_s=finish.retry_after_s)
         end = End(
             finish_reason=reason,
             timeline=to_json(timeline) if timeline is not None else "",
             prompt_tokens=finish.timeline.prompt_tokens if finish.timeline is not None else 0,
             output_tokens=self._tokens,
+            cached_tokens=timeline.cached_tokens if timeline is not None else 0,
             cum_log_prob=self._cum_log_prob,
             cancelled=finish.state == State.CANCELLED,
             failure=failure,

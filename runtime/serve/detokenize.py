@@ -108,12 +108,16 @@ class StopMatcher:
 
 
 class TextStream:
-    """The text of one answer: detokenised, special tokens left out, cut before a stop string."""
+    """The text of one answer: detokenised, special tokens left out, cut before a stop string. In the text of its first
+    `min_tokens` tokens nothing is looked for."""
 
-    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str], hidden: frozenset[int]) -> None:
+    def __init__(
+        self, detokenizer: Detokenizer, stops: Sequence[str], hidden: frozenset[int], *, min_tokens: int = 0
+    ) -> None:
         self._detokenizer = detokenizer
         self._stops = StopMatcher(stops)
         self._hidden = hidden
+        self._free_tokens = min_tokens
 
     @property
     def stopped(self) -> bool:
@@ -121,9 +125,11 @@ class TextStream:
 
     def push(self, token: int) -> str:
         """Text that became certain with this token. `stopped` turns true if a stop string ended in it."""
+        free, self._free_tokens = self._free_tokens > 0, max(0, self._free_tokens - 1)
         if token in self._hidden:
             return ""
-        return self._stops.push(self._detokenizer.push(token))
+        text = self._detokenizer.push(token)
+        return text if free else self._stops.push(text)
 
     def finish(self) -> str:
         """The rest, at the end of the answer. May itself meet a stop string."""

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from trtpd.build.gpu_probe import NO_DRIVER, find_gpus
+from trtpd.build.gpu_topology import Topology, describe_devices, describe_links
 from trtpd.build.machine import this_machine
 
 PYTRITON_VERSION = "0.7.0"
@@ -50,6 +52,7 @@ def examine() -> list[Check]:
         _mpi(),
         _nixl(),
         *_gpu(),
+        _distribution("cuda-python", needed_for="binding groups to GPUs", optional=True),
         _distribution("tensorrt_llm", needed_for="engine tensorrt_llm", extra="tensorrt-llm", optional=True),
         _distribution("tensorrt", needed_for="engine tensorrt_llm", extra="tensorrt-llm", optional=True),
     ]
@@ -153,17 +156,41 @@ def _nixl() -> Check:
 
 
 def _gpu() -> list[Check]:
-    devices = sorted(Path("/dev").glob("nvidia[0-9]*"))
-    driver = Path("/proc/driver/nvidia/version")
-    if devices and driver.exists():
-        found = f"{len(devices)} device(s), {driver.read_text().splitlines()[0].strip()}"
-        return [Check(name="gpu", status="ok", found=found, needed_for="engine tensorrt_llm")]
+    topology = find_gpus()
+    if not topology.devices:
+        mend = "use engine openvino here, or a host with an NVIDIA GPU and driver (in a container: --gpus all)"
+        if topology.remark != NO_DRIVER:
+            mend = "see CUDA_VISIBLE_DEVICES, `nvidia-smi` and `dmesg`; with NVSwitch nvidia-fabricmanager must run"
+        return [
+            Check(
+                name="gpu",
+                status="missing",
+                found=topology.remark or "no GPU",
+                needed_for="engine tensorrt_llm",
+                mend=mend,
+            )
+        ]
+    free = [f"{device.free_bytes / GIB:.0f}" for device in topology.devices if device.free_bytes is not None]
+    found = describe_devices(topology) + (f", {' '.join(free)} GiB free" if free else "")
     return [
+        Check(name="gpu", status="ok", found=found, needed_for="engine tensorrt_llm"),
         Check(
-            name="gpu",
-            status="missing",
-            found="no NVIDIA driver or device",
-            needed_for="engine tensorrt_llm",
-            mend="use engine openvino on this machine, or a host with an NVIDIA GPU and driver",
-        )
+            name="gpu links",
+            status="limited" if topology.remark else "ok",
+            found=describe_links(topology) + (f" ({topology.remark})" if topology.remark else ""),
+            needed_for="placing a group's ranks near each other, and decode near its prefill",
+            mend="pip install 'cuda-python>=12.9' (and a driver that has NVML)" if topology.remark else "",
+        ),
+        Check(name="gpu cores", status="ok", found=_near_cores(topology), needed_for="binding ranks near their GPUs"),
     ]
+
+
+def _near_cores(topology: Topology) -> str:
+    by_node: dict[int | None, list[str]] = {}
+    for index, device in enumerate(topology.devices):
+        by_node.setdefault(device.node, []).append(str(index))
+    return "; ".join(
+        f"GPU {' '.join(indexes)}: "
+        + ("any core" if node is None else f"NUMA node {node}, {len(topology.node_cores.get(node, ()))} cores")
+        for node, indexes in by_node.items()
+    )

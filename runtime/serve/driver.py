@@ -13,12 +13,12 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from trtpd.errors import InternalError, NoInstanceError, ServeError, TrtpdError
+from trtpd.errors import NoInstanceError, ServeError, TrtpdError
 from trtpd.runtime.core import events as core
 from trtpd.runtime.engine.base import EngineRequest, RequestKind, Sampling
 from trtpd.runtime.serve.answer import Answer, failure_of
@@ -62,7 +62,8 @@ class Link(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A checked and tokenised request. `deadline_s`, `ttft_s` and `tpot_s` are durations."""
+    """A checked and tokenised request. `deadline_s`, `ttft_s` and `tpot_s` are durations. `block_hashes` as in Arrived;
+    `reuse` as in EngineRequest."""
 
     prompt_ids: tuple[int, ...]
     max_tokens: int
@@ -72,13 +73,21 @@ class Prepared:
     echo: bool = False
     ttft_s: float | None = None
     tpot_s: float | None = None
+    block_hashes: tuple[int, ...] = ()
+    reuse: bool = False
+    priority: int = 0
+    tenant: str = ""
 
 
 @dataclass(slots=True)
 class _Live:
+    """`others` are further answers to the same prompt. They begin when this one's prompt is computed, so that they
+    find its KV."""
+
     prepared: Prepared
     deadline_s: float
     answer: Answer
+    others: Sequence[tuple[int, Prepared]] = ()
 
 
 class Driver:
@@ -136,11 +145,18 @@ class Driver:
 
     def submit(self, prepared: Prepared, sink: Sink, *, stream: bool) -> int:
         """Takes a request over; from here on `sink` gets a last response whatever happens. Returns its id."""
-        request_id = next(self._ids)
-        self._emitter.open(request_id, sink, stream=stream)
-        if not self._call(self._arrive, request_id, prepared):
-            self._emitter.close(request_id, End(failure=_ROUTER_DOWN))
-        return request_id
+        return self.submit_all([prepared], [sink], stream=stream)[0]
+
+    def submit_all(self, answers: Sequence[Prepared], sinks: Sequence[Sink], *, stream: bool) -> list[int]:
+        """As `submit`, for several answers to one prompt, which is computed for the first of them."""
+        ids = [next(self._ids) for _ in answers]
+        for request_id, sink in zip(ids, sinks, strict=True):
+            self._emitter.open(request_id, sink, stream=stream)
+        others = list(zip(ids[1:], answers[1:], strict=True))
+        if not self._call(self._arrive, ids[0], answers[0], others):
+            for request_id in ids:
+                self._emitter.close(request_id, End(failure=_ROUTER_DOWN))
+        return ids
 
     def reply(self, sink: Sink, end: End, *, text: str = "") -> None:
         """A response that needs no instance: an error, or the answer to a query."""
@@ -204,21 +220,22 @@ class Driver:
             self._note(event)
             self._step(event)
 
-    def _arrive(self, request_id: int, prepared: Prepared) -> None:
+    def _arrive(self, request_id: int, prepared: Prepared, others: Sequence[tuple[int, Prepared]] = ()) -> None:
         now_s = self._clock()
         if self._drain_until_s is not None:
-            self._emitter.close(request_id, End(failure=_SHUTTING_DOWN))
+            self._close([request_id, *(other for other, _ in others)], End(failure=_SHUTTING_DOWN))
             return
         if self._emitter.has_left(request_id):  # before the core knew of it: nothing to undo
-            self._emitter.close(request_id, End(cancelled=True))
+            self._close([request_id, *(other for other, _ in others)], End(cancelled=True))
             return
         answer = Answer(
             self._text,
             prepared.stops,
             hidden=prepared.sampling.end_ids,
+            min_tokens=prepared.sampling.min_tokens,
             prompt_ids=prepared.prompt_ids if prepared.echo else (),
         )
-        live = _Live(prepared, now_s + prepared.deadline_s, answer)
+        live = _Live(prepared, now_s + prepared.deadline_s, answer, others)
         self._live[request_id] = live
         self._step(
             core.Arrived(
@@ -228,8 +245,22 @@ class Driver:
                 deadline_s=live.deadline_s,
                 ttft_s=prepared.ttft_s,
                 tpot_s=prepared.tpot_s,
+                block_hashes=prepared.block_hashes,
+                priority=prepared.priority,
+                tenant=prepared.tenant,
             )
         )
+
+    def _close(self, request_ids: Iterable[int], end: End) -> None:
+        for request_id in request_ids:
+            self._emitter.close(request_id, end)
+
+    def _begin_others(self, live: _Live) -> None:
+        """The prompt is computed: its further answers arrive, with what is left of its time."""
+        others, live.others = live.others, ()
+        left_s = max(0.0, live.deadline_s - self._clock())
+        for request_id, prepared in others:
+            self._call(self._arrive, request_id, replace(prepared, deadline_s=left_s))
 
     def _step(self, event: core.Event) -> None:
         """One event through the core, and whatever follows from its commands."""
@@ -253,12 +284,19 @@ class Driver:
             case core.Quarantine():
                 log.warning("%s gets no work for now: %s", command.instance, command.reason)
             case core.SwitchRole():
-                raise InternalError(f"the core asked {command.instance} to become {command.role}; not supported")
+                log.warning(
+                    "%s should become a %s instance; this deployment switches no roles: load one more and drain it",
+                    command.instance,
+                    command.role,
+                )
 
     def _emit(self, command: core.Emit) -> None:
         live = self._live[command.request_id]
-        piece, stopped_at = live.answer.push(command.first_index, command.ids, command.log_probs, now_s=self._clock())
+        piece, stopped_at = live.answer.push(
+            command.first_index, command.ids, command.log_probs, command.top_log_probs, now_s=self._clock()
+        )
         self._emitter.push(command.request_id, piece)
+        self._begin_others(live)
         if stopped_at is not None:
             self._waiting.append(core.TextStopped(request_id=command.request_id, index=stopped_at))
 
@@ -302,6 +340,8 @@ class Driver:
             max_tokens=prepared.max_tokens,
             sampling=prepared.sampling,
             first_index=len(command.journal),
+            priority=prepared.priority,
+            reuse=prepared.reuse,
         )
 
     def _finish(self, command: core.Finish) -> None:
@@ -309,6 +349,7 @@ class Driver:
         piece, end, timeline = live.answer.end(command)
         self._emitter.push(command.request_id, piece)
         self._emitter.close(command.request_id, end)
+        self._close((other for other, _ in live.others), End(cancelled=True))
         if timeline is not None:
             prepared = live.prepared
             self._metrics.ended(
@@ -322,9 +363,10 @@ class Driver:
             log.warning("request %d failed (%s): %s", command.request_id, command.reason, command.message)
 
     def _refuse(self, command: core.Refuse) -> None:
-        del self._live[command.request_id]
+        live = self._live.pop(command.request_id)
         failure = failure_of(command.code, command.message, retry_after_s=command.retry_after_s)
         self._emitter.close(command.request_id, End(failure=failure))
+        self._close((other for other, _ in live.others), End(cancelled=True))
         self._metrics.count("trtpd_requests_total", state="refused", reason=command.code)
 
     def _note(self, event: core.Event) -> None:

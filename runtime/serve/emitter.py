@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from trtpd.runtime.core.events import TopLogProbs
+
 log = logging.getLogger(__name__)
 
 POLL_S = 0.02
@@ -37,6 +39,7 @@ class End:
     timeline: str = ""
     prompt_tokens: int = 0
     output_tokens: int = 0
+    cached_tokens: int = 0
     cum_log_prob: float = 0.0
     cancelled: bool = False
     failure: Failure | None = None
@@ -44,11 +47,19 @@ class End:
 
 @dataclass(slots=True)
 class Piece:
-    """What goes out in one response. `log_probs` is empty or as long as `ids`."""
+    """What goes out in one response. `log_probs` and `top_log_probs` are each empty or as long as `ids`."""
 
     text: str = ""
     ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
+    top_log_probs: list[TopLogProbs] = field(default_factory=list)
+
+    def add(self, more: Piece) -> None:
+        """Puts another piece behind this one."""
+        self.text += more.text
+        self.ids += more.ids
+        self.log_probs += more.log_probs
+        self.top_log_probs += more.top_log_probs
 
     def __bool__(self) -> bool:
         return bool(self.text or self.ids)
@@ -120,9 +131,7 @@ class Emitter:
             stream = self._streams.get(request_id)
             if stream is None or stream.end is not None:
                 return
-            stream.pending.text += piece.text
-            stream.pending.ids += piece.ids
-            stream.pending.log_probs += piece.log_probs
+            stream.pending.add(piece)
             if stream.stream and not stream.gone and self._suffices(stream):
                 stream.begun = True
                 self._mark_due(request_id)

@@ -12,20 +12,23 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from trtpd.build.gpu_probe import find_gpus
 from trtpd.build.manifest import Manifest, read_manifest
 from trtpd.errors import InputError, ServeError
 from trtpd.kv_transfer.pool import sweep
 from trtpd.runtime.serve import rundir
+from trtpd.runtime.serve.gpu_binding import Bindings, bind_groups, on_gpus
 from trtpd.runtime.serve.preflight import Ports, check_ports, check_repository, check_shared_memory
 from trtpd.runtime.serve.server_package import ServerPackage, find_server
 from trtpd.runtime.serve.triton_http import TritonControl
 from trtpd.runtime.serve.triton_server import ServerPlan, TritonServer
+from trtpd.runtime.worker.gpus import GpuBinding, write_bindings
 
 ROUTER_MODEL = "pd"
 LIVE_TIMEOUT_S = 60.0
@@ -110,6 +113,7 @@ class Launcher:
         self._pool = ThreadPoolExecutor(max_workers=16, thread_name_prefix="models")
         self._reloads: dict[str, Future[bool]] = {}
         self._plan: ServerPlan | None = None
+        self._gpus: Mapping[str, GpuBinding] = {}
 
     def on_signal(self, signum: int, frame: FrameType | None) -> None:
         """The first asks for a drain, the second ends everything at once."""
@@ -133,6 +137,10 @@ class Launcher:
         rundir.sweep_leftovers()
         sweep()
         check_shared_memory(build, manifest, self._models)
+        bindings = bind_groups(build, manifest, self._models, find_gpus()) if on_gpus(manifest) else Bindings()
+        self._gpus = bindings.by_instance
+        for remark in bindings.remarks:
+            self._say(remark)
         self._say(f"starting tritonserver and {len(self._models)} model{'s' if len(self._models) > 1 else ''}")
         try:
             self._run_dir = rundir.make_run_dir()
@@ -189,6 +197,7 @@ class Launcher:
             "TRTPD_ROUTER": self._options.router or f"ipc://{self._dir / 'router.ipc'}",
             "TRTPD_EXPECT": ",".join(stages),
         }
+        env |= write_bindings(self._gpus)
         if self._options.keys is not None:
             env["TRTPD_KEYS"] = str(self._options.keys.resolve())
         return env

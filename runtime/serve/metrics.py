@@ -24,11 +24,17 @@ COUNTERS = {
     "trtpd_requests_total": "Requests by how they ended",
     "trtpd_requests_judged_total": "Requests with targets, by whether they finished inside them (goodput)",
     "trtpd_prompt_tokens_total": "Prompt tokens of requests that ended",
+    "trtpd_cached_tokens_total": "Prompt tokens whose KV was found in a prefix cache",
     "trtpd_output_tokens_total": "Tokens handed to clients",
+    "trtpd_preemptions_total": "Answers that gave their KV blocks to others and were computed anew",
     "trtpd_retries_total": "Placements given up and tried again",
     "trtpd_transfer_bytes_total": "KV bytes moved from prefill to decode",
     "trtpd_transfer_seconds_total": "Time spent moving KV",
     "trtpd_transfer_exposed_seconds_total": "The part of it that clients waited for",
+    "trtpd_placements_total": "Requests placed, by why there: pair, mixed, local, or the reason of a fallback",
+    "trtpd_shed_total": "Requests refused for lack of capacity, by reason",
+    "trtpd_moves_total": "Sessions moved from one decode instance to another, by reason",
+    "trtpd_ladder_changes_total": "Moves of the degradation ladder, by new rung and reason",
     "trtpd_data_plane_visits_total": "Connections to KV ports that were not served: strangers, stalled, refused",
 }
 VISITS = ("strangers", "stalled", "refused")
@@ -41,8 +47,22 @@ GAUGES = {
     "trtpd_requests_queued": "Requests waiting for a place",
     "trtpd_instance_up": "1 while the instance is registered",
     "trtpd_kv_blocks_free": "Free KV blocks of an instance",
+    "trtpd_kv_blocks_cached": "KV blocks of an instance that hold beginnings of prompts for others to share",
     "trtpd_instance_running": "Sequences in an instance's batch",
+    "trtpd_instance_slowness": "Step times of an instance by what is predicted of them",
+    "trtpd_instance_quarantined": "1 while the instance gets no work because it was lost again and again",
+    "trtpd_ladder_rung": "Rung of the degradation ladder, 0 (normal) to 4 (refuse)",
+    "trtpd_pressure": "How near the deployment is to missing its targets; 1 is the point at which it does",
+    "trtpd_oldest_queued_seconds": "How long the longest waiting request has waited",
 }
+
+SNAPSHOT_COUNTERS = (
+    ("placed", "trtpd_placements_total", "reason"),
+    ("shed", "trtpd_shed_total", "reason"),
+    ("moves", "trtpd_moves_total", "reason"),
+    ("rungs", "trtpd_ladder_changes_total", "change"),
+)
+"""(part of the router's snapshot, metric, label)."""
 
 Labels = tuple[tuple[str, str], ...]
 
@@ -74,6 +94,7 @@ class Metrics:
         self._gauges: dict[tuple[str, Labels], float] = {}
         self._sent_gauges: dict[tuple[str, Labels], float] = {}
         self._visits: dict[tuple[str, str], tuple[str, int]] = {}
+        self._former: dict[tuple[str, str], int] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
 
@@ -98,11 +119,20 @@ class Metrics:
         """What the router's snapshot says now; `up` are the instances that are registered."""
         self.gauge("trtpd_requests_in_flight", sum(router["requests"].values()))
         self.gauge("trtpd_requests_queued", router["queued"])
+        self.gauge("trtpd_ladder_rung", router["ladder"]["rung"])
+        self.gauge("trtpd_pressure", router["ladder"]["pressure"])
+        self.gauge("trtpd_oldest_queued_seconds", max((view["oldest_s"] for view in router["queues"]), default=0.0))
+        for key, name, label in SNAPSHOT_COUNTERS:
+            for reason, number in router[key].items():
+                self._grown(name, label, reason, number)
         for view in router["instances"]:
             name = view["name"]
             self.gauge("trtpd_instance_up", float(name in up), instance=name)
             self.gauge("trtpd_kv_blocks_free", view["kv_blocks_free"], instance=name)
+            self.gauge("trtpd_kv_blocks_cached", view["kv_blocks_cached"], instance=name)
             self.gauge("trtpd_instance_running", view["running"], instance=name)
+            self.gauge("trtpd_instance_slowness", round(view["slowness"], 2), instance=name)
+            self.gauge("trtpd_instance_quarantined", float(view["quarantined_for_s"] > 0.0), instance=name)
             for kind in VISITS:
                 self._count_up(view[kind], view["generation"], instance=name, kind=kind)
 
@@ -115,6 +145,13 @@ class Metrics:
         if total > counted:
             self.count("trtpd_data_plane_visits_total", total - counted, instance=instance, kind=kind)
 
+    def _grown(self, name: str, label: str, reason: str, number: int) -> None:
+        """Counts what a counter of the router has grown by since the last snapshot."""
+        more = number - self._former.get((name, reason), 0)
+        if more > 0:
+            self._former[(name, reason)] = number
+            self.count(name, more, **{label: reason})
+
     def ended(
         self, timeline: TimelineReport, *, state: str, reason: str, ttft_s: float | None, tpot_s: float | None
     ) -> None:
@@ -124,7 +161,10 @@ class Metrics:
             inside = state == "finished" and _within(timeline.ttft_ms, ttft_s) and _within(timeline.tpot_ms, tpot_s)
             self.count("trtpd_requests_judged_total", inside=str(inside).lower())
         self.count("trtpd_prompt_tokens_total", timeline.prompt_tokens)
+        self.count("trtpd_cached_tokens_total", timeline.cached_tokens)
         self.count("trtpd_output_tokens_total", timeline.output_tokens)
+        if timeline.preemptions:
+            self.count("trtpd_preemptions_total", timeline.preemptions)
         if timeline.retries:
             self.count("trtpd_retries_total", timeline.retries)
         if timeline.transfer is not None:

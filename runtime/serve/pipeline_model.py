@@ -11,23 +11,30 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
+import numpy as np
+from msgspec import structs
 
 from trtpd.build.manifest import Manifest, read_engine_config, read_manifest
 from trtpd.errors import NoInstanceError, ServeError, TrtpdError
 from trtpd.runtime.core.policy import Policy
 from trtpd.runtime.core.router import RouterCore
+from trtpd.runtime.core.score import Weights
 from trtpd.runtime.engine.base import Sampling
+from trtpd.runtime.engine.prefix import BlockHasher
+from trtpd.runtime.engine.sampling import mix
 from trtpd.runtime.serve import rundir
 from trtpd.runtime.serve.answer import failure_of
 from trtpd.runtime.serve.driver import Driver, Prepared
 from trtpd.runtime.serve.emitter import End
 from trtpd.runtime.serve.metrics import Metrics, TritonMetrics
 from trtpd.runtime.serve.request import Asked, ModelLimits, parse, query_of, tokenise
-from trtpd.runtime.serve.sinks import CollectSink, TritonSink
+from trtpd.runtime.serve.sampling_inputs import with_words
+from trtpd.runtime.serve.sinks import Answers, CollectSink, Responder, TritonSink, Wanted
 from trtpd.runtime.serve.stage_model import build_of
 from trtpd.runtime.serve.text import TextLayer
 from trtpd.runtime.worker.link import RouterLink
@@ -55,6 +62,7 @@ class PipelineModel:
         self._manifest = read_manifest(build)
         self._text = TextLayer(build / "tokenizer")
         self._limits = limits_of(build, self._manifest, self._text)
+        self._sharing = Sharing.of(self._manifest)
         self._metrics = Metrics(TritonMetrics(pb_utils), self._manifest.model)
         self._driver = Driver(
             RouterCore(policy_of(self._manifest), seed=secrets.randbits(32)),
@@ -102,9 +110,18 @@ class PipelineModel:
             return
         parameters = json.loads(request.parameters() or "{}")
         asked = parse(tensors, parameters, self._limits, drawn_seed=secrets.randbits(63))
-        prepared = prepare(asked, self._text, self._limits)
-        sink = TritonSink(self._pb, request, log_probs=asked.log_probs, counts=(asked.count_input, asked.count_output))
-        self._driver.submit(prepared, sink, stream=asked.stream)
+        prepared = prepare(asked, self._text, self._limits, self._sharing)
+        wanted = Wanted(
+            log_probs=asked.sampling.log_probs,
+            top_log_probs=asked.sampling.top_log_probs,
+            input_tokens=asked.count_input,
+            output_tokens=asked.count_output,
+        )
+        if asked.answers == 1:
+            self._driver.submit(prepared, TritonSink(self._pb, request, wanted), stream=asked.stream)
+            return
+        answers = Answers(Responder(self._pb, request, wanted), asked.answers, stream=asked.stream)
+        self._driver.submit_all(variants(prepared, asked.answers), answers.sinks, stream=asked.stream)
 
     def _refuse(self, request: Any, code: str, message: str) -> None:
         self._metrics.count("trtpd_requests_total", state="refused", reason=code)
@@ -145,11 +162,24 @@ class PipelineModel:
 
 
 class _Scheduler(msgspec.Struct, frozen=True):
+    """What follows `max_queue` is absent in builds made before it was known."""
+
     deadline_s: float
     max_queue: int
+    refuse_late: bool = True
+    local_prompt_tokens: int = 0
+    held_kv: float = 0.5
+    tenants: dict[str, float] = {}
+    weights: dict[str, float] = {}
+
+
+class _KV(msgspec.Struct, frozen=True):
+    prefix_cache: str = "none"
 
 
 class _Slo(msgspec.Struct, frozen=True):
+    """A target that the pipeline file leaves open is left out of the manifest."""
+
     ttft_ms: float | None = None
     tpot_ms: float | None = None
 
@@ -163,6 +193,7 @@ class _Settings(msgspec.Struct, frozen=True):
 
     scheduler: _Scheduler
     slo: _Slo
+    kv: _KV = _KV()
     streaming: _Streaming = _Streaming()
 
 
@@ -170,9 +201,37 @@ def _settings(manifest: Manifest) -> _Settings:
     return msgspec.convert(manifest.settings, type=_Settings)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharing:
+    """Which requests share KV of prompts that begin alike: `kv.prefix_cache` of the pipeline file."""
+
+    prefix_cache: str
+    hasher: BlockHasher
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Self:
+        layout = next(iter(manifest.roles.values())).layout
+        return cls(
+            prefix_cache=_settings(manifest).kv.prefix_cache,
+            hasher=BlockHasher(manifest.pair_fingerprint, layout.tokens_per_block),
+        )
+
+    def shares(self, answers: int) -> bool:
+        """Whether a request with so many answers does."""
+        return self.prefix_cache == "all" or (self.prefix_cache == "answers" and answers > 1)
+
+
 def policy_of(manifest: Manifest) -> Policy:
     """The router's constants as the pipeline file sets them."""
-    return Policy(queue_limit=_settings(manifest).scheduler.max_queue)
+    scheduler = _settings(manifest).scheduler
+    return Policy(
+        queue_limit=scheduler.max_queue,
+        refuse_late=scheduler.refuse_late,
+        local_tokens=scheduler.local_prompt_tokens,
+        held_watermark=scheduler.held_kv,
+        tenant_weights=scheduler.tenants,
+        weights=Weights(**scheduler.weights),
+    )
 
 
 def limits_of(build: Path, manifest: Manifest, text: TextLayer) -> ModelLimits:
@@ -190,18 +249,31 @@ def limits_of(build: Path, manifest: Manifest, text: TextLayer) -> ModelLimits:
     )
 
 
-def prepare(asked: Asked, text: TextLayer, limits: ModelLimits) -> Prepared:
+def prepare(asked: Asked, text: TextLayer, limits: ModelLimits, sharing: Sharing) -> Prepared:
     """Tokenises. Raises RequestError for a prompt that is empty or too long."""
+    prompt_ids = tokenise(asked, text, limits)
+    reuse = sharing.shares(asked.answers)
     return Prepared(
-        prompt_ids=tokenise(asked, text, limits),
+        prompt_ids=prompt_ids,
         max_tokens=asked.max_tokens,
-        sampling=asked.sampling,
+        sampling=with_words(asked.sampling, asked.words, text, vocab_size=limits.vocab_size),
+        block_hashes=sharing.hasher.summary(prompt_ids) if reuse else (),
+        reuse=reuse,
         deadline_s=asked.deadline_s,
         stops=asked.stops,
         echo=asked.echo,
         ttft_s=asked.ttft_s,
         tpot_s=asked.tpot_s,
+        priority=asked.priority,
+        tenant=asked.tenant,
     )
+
+
+def variants(prepared: Prepared, answers: int) -> list[Prepared]:
+    """The same request as often as answers are wanted, each with a seed of its own: the first with the given one."""
+    sampling = prepared.sampling
+    others = mix(np.arange(1, answers, dtype=np.uint64) + np.uint64(sampling.seed & (2**64 - 1))).tolist()
+    return [replace(prepared, sampling=structs.replace(sampling, seed=seed)) for seed in (sampling.seed, *others)]
 
 
 def probe(driver: Driver, manifest: Manifest, limits: ModelLimits) -> None:

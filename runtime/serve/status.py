@@ -14,6 +14,8 @@ INSTANCE_FIELDS = (
     "kv_blocks",
     "kv_blocks_free",
     "kv_blocks_held",
+    "kv_blocks_cached",
+    "preemptions",
     "kv_blocks_promised",
     "strangers",
     "stalled",
@@ -24,6 +26,10 @@ INSTANCE_FIELDS = (
     "transports",
     "step_s",
     "step_tokens",
+    "slowness",
+    "quarantined_for_s",
+    "sequences",
+    "left_tokens",
 )
 
 
@@ -33,12 +39,15 @@ def status_of(router: Mapping[str, Any], *, busy_s: Mapping[str, float]) -> dict
     `requests` of an instance are those it holds something of, ended ones that it has not let go of included.
     """
     counters = dict(router["counters"])
-    for outcome in ("finished", "failed", "refused", "retries"):
+    for outcome in ("finished", "failed", "refused", "retries", "placed", "shed", "moves"):
         counters |= {f"{outcome}_{reason}": number for reason, number in router[outcome].items()}
     return {
         "requests_in_flight": sum(router["requests"].values()),
         "requests": dict(router["requests"]),
         "queued": router["queued"],
+        "queues": list(router["queues"]),
+        "ladder": dict(router["ladder"]),
+        "offered": dict(router["offered"]),
         "undelivered": router["undelivered"],
         "instances": {
             view["name"]: {name: view[name] for name in INSTANCE_FIELDS}

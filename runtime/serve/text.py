@@ -64,6 +64,10 @@ class TextLayer:
         """A raw prompt, with whatever the tokenizer itself puts around it."""
         return tuple(self._tokenizer.encode(text, add_special_tokens=True).ids)
 
+    def encode_word(self, word: str) -> tuple[int, ...]:
+        """A piece of text within an answer, nothing put around it."""
+        return tuple(self._tokenizer.encode(word, add_special_tokens=False).ids)
+
     def encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """A chat through the model's template, which brings its own special tokens."""
         return tuple(self._tokenizer.encode(self.render_chat(messages), add_special_tokens=False).ids)
@@ -86,9 +90,9 @@ class TextLayer:
         """All of it at once, special tokens left out."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
-    def stream(self, stops: Sequence[str], *, hidden: Sequence[int] = ()) -> TextStream:
-        """For one answer; `hidden` tokens give no text, as special ones don't."""
-        return TextStream(self._detokenizer(), stops, self.special_ids.union(hidden))
+    def stream(self, stops: Sequence[str], *, hidden: Sequence[int] = (), min_tokens: int = 0) -> TextStream:
+        """For one answer; `hidden` tokens give no text, as special ones don't. `min_tokens` as in TextStream."""
+        return TextStream(self._detokenizer(), stops, self.special_ids.union(hidden), min_tokens=min_tokens)
 
     def _detokenizer(self) -> Detokenizer:
         if self._byte_level:

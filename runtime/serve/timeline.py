@@ -18,13 +18,15 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Transfer(msgspec.Struct, frozen=True, kw_only=True):
-    """`exposed_ms` is the part the client waited for: it ran after the prefill was done."""
+    """`exposed_ms` is the part the client waited for: it ran after the prefill was done. KV of `present_tokens` tokens
+    was at its destination already and did not move."""
 
     bytes: int
     chunks: int
     ms: float
     exposed_ms: float
     path: str
+    present_tokens: int = 0
 
 
 class TimelineReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,7 +34,8 @@ class TimelineReport(msgspec.Struct, frozen=True, kw_only=True):
 
     `ttft_ms` runs from arrival to the first token; `prefill_ms` is the part of it in which the prompt was
     computed; `second_token_ms` is the gap behind the first token, which carries the hand-off; `tpot_ms` is
-    the mean of all gaps.
+    the mean of all gaps. KV of `cached_tokens` of the prompt was found in a prefix cache, so that it was not computed.
+    `preemptions`: how often the answer gave its KV blocks to others and was computed anew.
     """
 
     finish: str
@@ -46,6 +49,8 @@ class TimelineReport(msgspec.Struct, frozen=True, kw_only=True):
     total_ms: float | None
     transfer: Transfer | None
     attempts: tuple[Attempt, ...]
+    cached_tokens: int = 0
+    preemptions: int = 0
 
     @property
     def retries(self) -> int:
@@ -73,6 +78,8 @@ def report(record: Timeline, *, finish: str, second_token_s: float | None) -> Ti
         attempts=tuple(
             Attempt(prefill=a.prefill, decode=a.decode, why=a.why, outcome=a.outcome) for a in record.attempts
         ),
+        cached_tokens=_cached_tokens(record),
+        preemptions=sum(attempt.preemptions for attempt in record.attempts),
     )
 
 
@@ -94,7 +101,9 @@ def render(timeline: TimelineReport) -> str:
     lines = [
         f"{timeline.prompt_tokens} prompt tokens, {timeline.output_tokens} answer tokens, ended by {timeline.finish}",
         f"  queue        {_text(timeline.queue_ms)}",
-        f"  prefill      {_text(timeline.prefill_ms)}" + (f"   on {who.prefill}" if who else ""),
+        f"  prefill      {_text(timeline.prefill_ms)}"
+        + (f"   on {who.prefill}" if who else "")
+        + (f", {timeline.cached_tokens} tokens from its prefix cache" if timeline.cached_tokens else ""),
     ]
     if timeline.transfer is not None:
         t = timeline.transfer
@@ -107,12 +116,20 @@ def render(timeline: TimelineReport) -> str:
         f"  second token {_text(timeline.second_token_ms)}   after the first",
         f"  later tokens {_text(timeline.tpot_ms)}   each" + (f", on {who.decode or who.prefill}" if who else ""),
     ]
+    if timeline.preemptions:
+        lines.append(f"  preempted    {timeline.preemptions:6d} times")
     lines += [f"  given up     {a.prefill} → {a.decode or a.prefill}: {a.outcome}" for a in timeline.attempts[:-1]]
     return "\n".join(lines)
 
 
+def _cached_tokens(record: Timeline) -> int:
+    """Of the user's prompt. A later attempt finds tokens of the answer as well, which are part of its own prompt."""
+    found = record.attempts[-1].cached_tokens if record.attempts else 0
+    return min(found, max(0, record.prompt_tokens - 1))
+
+
 def _transfer(attempts: list[AttemptRecord]) -> Transfer | None:
-    moved = [attempt for attempt in attempts if attempt.bytes_moved]
+    moved = [attempt for attempt in attempts if attempt.bytes_moved or attempt.present_tokens]
     if not moved:
         return None
     last = moved[-1]
@@ -122,6 +139,7 @@ def _transfer(attempts: list[AttemptRecord]) -> Transfer | None:
         ms=last.transfer_s * 1e3,
         exposed_ms=last.exposed_s * 1e3,
         path=last.path,
+        present_tokens=last.present_tokens,
     )
 
 

@@ -25,6 +25,7 @@ from trtpd.errors import EngineError, ServeError, TrtpdError
 from trtpd.kv_transfer.hands import copying_environment
 from trtpd.kv_transfer.pool import sweep
 from trtpd.runtime.serve.rundir import tail
+from trtpd.runtime.worker.gpus import GpuBinding
 from trtpd.runtime.worker.group import GroupFolder
 from trtpd.runtime.worker.link import report_death
 from trtpd.runtime.worker.mpirun import Hosts, Mpi, find_mpi, group_command, group_environment
@@ -52,7 +53,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerCommand:
-    """How to start one instance's worker. `hosts` as in mpirun.py, for one of several ranks."""
+    """How to start one instance's worker. `hosts` as in mpirun.py, for one of several ranks; `gpus` those it gets."""
 
     build: Path
     instance: str
@@ -61,6 +62,7 @@ class WorkerCommand:
     keys: Path | None = None
     ranks: int = 1
     hosts: Hosts = None
+    gpus: GpuBinding | None = None
 
     def argv(self) -> list[str]:
         return [sys.executable, *self._arguments()]
@@ -126,7 +128,7 @@ class WorkerProcess:
 
     def __init__(self, command: WorkerCommand, environment: Mapping[str, str]) -> None:
         self._command = command
-        self._environment = dict(environment)
+        self._environment = dict(environment) | (command.gpus.environment() if command.gpus else {})
         self._changed = threading.Condition()
         self._ready: Ready | None = None
         self._life: Life | None = None
@@ -208,7 +210,7 @@ class WorkerProcess:
                 return None
             if self._mpi is not None:
                 group = GroupFolder.make(command.instance, command.ranks)
-                environment = group_environment(environment, group.path)
+                environment = group_environment(environment, group.path, hosts=command.hosts)
                 argv = command.group_argv(self._mpi, group.path, environment)
             process = subprocess.Popen(
                 argv,

@@ -22,15 +22,18 @@ from trtpd.build.manifest import (
     rebuild,
 )
 from trtpd.build.roles import split_cores
-from trtpd.errors import EngineError, InputError, LeaseError
+from trtpd.errors import EngineError, InputError, LeaseError, TransferError
 from trtpd.kv_transfer.base import KVSink, KVSource, TransferSettings
 from trtpd.kv_transfer.factory import make_sink, make_source, transports_of
+from trtpd.kv_transfer.opaque import TRANSPORT as OPAQUE
+from trtpd.kv_transfer.opaque import OpaqueSink, OpaqueSource
 from trtpd.kv_transfer.ranks import RankPools
 from trtpd.runtime.core.events import Hello
-from trtpd.runtime.engine.base import Engine, PagedKV
+from trtpd.runtime.engine.base import Engine, RankFollower, SelfMovingEngine
 from trtpd.runtime.engine.factory import join_engine, load_engine
-from trtpd.runtime.engine.group import Follower, check_group
+from trtpd.runtime.engine.group import check_group
 from trtpd.runtime.engine.ranks import Ranks
+from trtpd.runtime.worker.gpus import own_binding
 from trtpd.runtime.worker.leader import Leader
 from trtpd.runtime.worker.leader_link import LeaderLink
 from trtpd.runtime.worker.local import LocalDesk
@@ -103,10 +106,11 @@ def assemble(place: Place, ranks: Ranks | None = None) -> Worker:
         check_unchanged(found)
         rate = warm_up(engine)
         settings = transfer_settings(place, generation, manifest)
-        transports = transports_of(settings)
+        transports = transports_between(engine, settings)
         hello = hello_of(settings, config, engine, transports, prefill_tokens_per_s=rate)
         pools = pools_of(engine, place.instance)
-        parts.callback(pools.close_attached)
+        if pools is not None:
+            parts.callback(pools.close_attached)
         source, sink = hand_off_of(engine, pools, hello, settings)
         if source is not None:
             parts.callback(source.close)
@@ -137,7 +141,7 @@ def assemble(place: Place, ranks: Ranks | None = None) -> Worker:
         )
 
 
-def assemble_follower(place: Place, ranks: Ranks) -> Follower:
+def assemble_follower(place: Place, ranks: Ranks) -> RankFollower:
     """Loads the part of a rank other than the first. Raises TrtpdError; then nothing is left open."""
     found = settle(place, ranks)
     generation = ranks.exchange(b"")[0].decode()
@@ -159,9 +163,9 @@ class Found:
 
 
 def ranks_of(place: Place) -> int:
-    """How many ranks the instance is built for. Raises InputError, EngineError."""
+    """How many ranks the instance is started as. Raises InputError, EngineError."""
     entry = role_of(read_manifest(place.build), place.instance)
-    return read_engine_config(place.build / entry.directory).tp
+    return read_engine_config(place.build / entry.directory).processes
 
 
 def settle(place: Place, ranks: Ranks | None) -> Found:
@@ -176,6 +180,7 @@ def settle(place: Place, ranks: Ranks | None) -> Found:
     cores = tuple(entry.cores.get(place.instance) or config.profile.cores)
     if cores and ranks is not None:
         cores = split_cores(cores, ranks.size)[ranks.rank]
+    cores = cores or own_binding().cores_of(0 if ranks is None else ranks.rank)
     settle_on_cores(cores, place.instance)
     return Found(manifest=manifest, directory=directory, config=config)
 
@@ -235,7 +240,7 @@ def hello_of(
     prefill_tokens_per_s: float,
 ) -> Hello:
     """How this instance registers: as what it has loaded, whatever its build's manifest says by now."""
-    limits = engine.limits
+    limits, gpus = engine.limits, own_binding()
     return Hello(
         instance=settings.instance,
         generation=settings.generation,
@@ -252,6 +257,9 @@ def hello_of(
         prefill_tokens_per_s=prefill_tokens_per_s,
         transports=transports,
         capabilities=engine.capabilities,
+        gpus=gpus.devices,
+        gpu_links=gpus.links,
+        prefix_cache=config.profile.prefix_cache,
     )
 
 
@@ -271,17 +279,27 @@ def transfer_settings(place: Place, generation: str, manifest: Manifest) -> Tran
     )
 
 
-def pools_of(engine: Engine, instance: str) -> RankPools:
-    """The pools of all ranks of this engine's group; `close_attached` lets go of the others'. Raises EngineError,
-    TransferError."""
-    kv: PagedKV | None = engine.kv
-    if kv is None:
-        raise EngineError(
-            f"the engine of {instance} moves its KV itself, which this version can't drive; "
-            f"use an engine with a paged KV pool"
+def transports_between(engine: Engine, settings: TransferSettings) -> tuple[str, ...]:
+    """How this instance's KV can move. Raises TransferError for settings that name no transport, or one that an engine
+    which moves its KV itself doesn't have."""
+    transports = transports_of(settings)
+    if engine.kv is not None:
+        return transports
+    if settings.path != "auto":
+        raise TransferError(
+            f"transfer.path is {settings.path!r}, and the engine of {settings.instance} moves its KV itself: leave it "
+            "at auto, and choose with tensorrt_llm.transceiver"
         )
+    return (OPAQUE,)
+
+
+def pools_of(engine: Engine, instance: str) -> RankPools | None:
+    """The pools of all ranks of this engine's group, None where it moves its KV itself; `close_attached` lets go of the
+    others'. Raises EngineError where they are on other hosts."""
+    if engine.kv is None:
+        return None
     try:
-        return RankPools.of_group(kv.pool, kv.others)
+        return RankPools.of_group(engine.kv.pool, engine.kv.others)
     except LeaseError as error:
         raise EngineError(
             f"{instance}: rank 0 moves the KV of all its ranks and can't map that of another ({error}); ranks may be "
@@ -290,13 +308,26 @@ def pools_of(engine: Engine, instance: str) -> RankPools:
 
 
 def hand_off_of(
-    engine: Engine, pools: RankPools, hello: Hello, settings: TransferSettings
+    engine: Engine, pools: RankPools | None, hello: Hello, settings: TransferSettings
 ) -> tuple[KVSource | None, KVSink | None]:
     """The sides of a hand-off that this role has; a mixed instance has both. Raises TransferError."""
+    gives, takes = hello.role != "decode", hello.role != "prefill"
+    if pools is None:
+        return _own_hand_off(engine, settings, gives=gives, takes=takes)
     with ExitStack() as parts:
-        source = make_source(pools, settings) if hello.role != "decode" else None
+        source = make_source(pools, settings) if gives else None
         if source is not None:
             parts.callback(source.close)
-        sink = make_sink(pools, settings, wake=engine.wake) if hello.role != "prefill" else None
+        sink = make_sink(pools, settings, wake=engine.wake) if takes else None
         parts.pop_all()
     return source, sink
+
+
+def _own_hand_off(
+    engine: Engine, settings: TransferSettings, *, gives: bool, takes: bool
+) -> tuple[KVSource | None, KVSink | None]:
+    """Of an engine that moves its KV itself."""
+    if not isinstance(engine, SelfMovingEngine):
+        raise EngineError(f"the engine of {settings.instance} has no KV blocks and doesn't move its KV itself")
+    source = OpaqueSource(engine.layout, settings, state_of=engine.hand_off_of) if gives else None
+    return source, OpaqueSink(engine.layout, wake=engine.wake) if takes else None

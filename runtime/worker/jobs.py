@@ -13,12 +13,13 @@ from trtpd.runtime.engine.base import EngineEvent, EngineRequest, PrefillChunk, 
 
 
 class Stage(Enum):
-    """Where a job's KV is: with the engine (queued, computing, decoding), held for its puller, or coming
-    in."""
+    """Where a job's KV is: with the engine (queued, computing, decoding), held for its puller, coming in by our
+    transport, or being fetched by an engine that moves its KV itself."""
 
     RUNNING = auto()
     HELD = auto()
     PULLING = auto()
+    FETCHING = auto()
 
 
 @dataclass(slots=True)

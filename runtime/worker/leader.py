@@ -11,6 +11,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Protocol
 
 from trtpd.errors import (
@@ -27,6 +28,7 @@ from trtpd.runtime.core import events as core
 from trtpd.runtime.engine.base import (
     Engine,
     EngineEvent,
+    KVArrived,
     PrefillBegan,
     PrefillChunk,
     PrefillDone,
@@ -94,7 +96,7 @@ class Leader:
         local: LocalDesk | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Raises EngineError for a sink with an engine that has no KV blocks."""
+        """Raises EngineError for a sink with an engine that nothing can be pulled into."""
         self.draining = False
         self._engine = engine
         self._source = source
@@ -209,6 +211,8 @@ class Leader:
     def _report(self, load: core.Load) -> None:
         """Sends the step's one message, if there is anything to tell or it is time to repeat the load."""
         now_s = self._clock()
+        if self.draining:
+            load = replace(load, draining=True)
         if self._local is not None:
             self._local.snapshot = Snapshot(
                 load=load, jobs=len(self._jobs), draining=self.draining, registered=self._session is not None
@@ -224,7 +228,7 @@ class Leader:
         if isinstance(command, DrainWork):
             self.draining = True
         elif isinstance(command, WithdrawWork | CancelWork):
-            self._end((command.request_id, command.attempt))
+            self._end((command.request_id, command.attempt), withdrawn=isinstance(command, WithdrawWork))
         elif isinstance(command, PullWork) and command.offer is None:
             self._pull_more(command)
         else:
@@ -253,8 +257,9 @@ class Leader:
         if job is not None and job.stage is Stage.PULLING and not job.ending and self._pulls is not None:
             self._pulls.more(command)
 
-    def _end(self, key: Key) -> None:
-        """Stops a job wherever it is. Exactly one Drained follows, at once for a key that isn't here."""
+    def _end(self, key: Key, *, withdrawn: bool = False) -> None:
+        """Stops a job wherever it is. Exactly one Drained follows, at once for a key that isn't here. `withdrawn`: what
+        is held was delivered, or isn't wanted."""
         job = self._jobs.get(key)
         if job is None:
             self._emit(core.Drained(request_id=key[0], attempt=key[1]))
@@ -265,7 +270,7 @@ class Leader:
                 return
             if self._source is not None:
                 self._source.end(key)
-            if job.stage is Stage.HELD and self._engine.capabilities.release:
+            if job.stage is Stage.HELD and (withdrawn or self._engine.capabilities.release):
                 self._engine.release(key)
             else:
                 self._engine.cancel(key)
@@ -283,16 +288,34 @@ class Leader:
         if job.ending:
             if last:
                 self._emit(job.last_word())
-        elif isinstance(event, core.Tokens | core.Drained | core.Rejected):
+        elif isinstance(event, KVArrived):
+            self._arrived(job, event)
+        elif isinstance(event, core.Rejected) and job.stage is Stage.FETCHING:
+            self._emit(transfer_failed(key, event.code, event.reason, self._engine.capabilities.repull))
+        elif isinstance(event, core.Tokens | core.Preempted | core.Drained | core.Rejected):
             self._emit(event)
         elif job.request.kind is RequestKind.CONTEXT_ONLY:
             self._hand_out(job, event)
+
+    def _arrived(self, job: Job, event: KVArrived) -> None:
+        job.stage = Stage.RUNNING
+        self._emit(
+            core.TransferDone(
+                request_id=event.request_id,
+                attempt=event.attempt,
+                bytes_moved=event.bytes_moved,
+                chunks=1,
+                seconds=event.seconds,
+                exposed_s=event.seconds,
+                path="opaque",
+            )
+        )
 
     def _hand_out(self, job: Job, event: PrefillBegan | PrefillChunk | PrefillDone) -> None:
         assert self._source is not None
         try:
             self._emit(hand_out(self._source, job, event))
-        except CapacityError as error:
+        except (CapacityError, TransferError) as error:
             job.refusal = rejected(job.key, error)
             self._end(job.key)
 
@@ -316,10 +339,17 @@ class Leader:
                 self._emit(transfer_failed(job.key, result.code, result.error or "", result.retryable))
             return
         try:
-            self._pulls.join(job.key)
+            present_tokens = self._pulls.join(job.key)
         except InputError as error:
             self._forget(job.key)
             self._emit(rejected(job.key, error))
+            return
+        except TransferError as error:
+            self._forget(job.key)
+            self._emit(transfer_failed(job.key, error.code, str(error), error.retryable))
+            return
+        if self._engine.kv is None:
+            job.stage = Stage.FETCHING
             return
         job.stage = Stage.RUNNING
         self._emit(
@@ -331,6 +361,7 @@ class Leader:
                 seconds=result.seconds,
                 exposed_s=result.exposed_s,
                 path=result.path,
+                present_tokens=present_tokens,
             )
         )
 

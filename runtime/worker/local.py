@@ -236,6 +236,7 @@ class LocalDesk:
                 prompt_ids=ask.prompt_ids,
                 max_tokens=1,
                 sampling=ask.sampling,
+                reuse=False,
             )
             return SubmitWork(request=request, deadline_in_s=ask.timeout_s)
         request = EngineRequest(
@@ -246,6 +247,7 @@ class LocalDesk:
             max_tokens=ask.max_tokens + 1,
             sampling=ask.sampling,
             first_token=0,
+            reuse=False,
         )
         return SyntheticWork(request=request, deadline_in_s=ask.timeout_s)
 

@@ -157,6 +157,7 @@ EVENT_TYPES: dict[str, Any] = {
         core.TransferDone,
         core.TransferFailed,
         core.Tokens,
+        core.Preempted,
         core.Drained,
         core.Rejected,
     )

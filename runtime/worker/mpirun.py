@@ -9,11 +9,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from trtpd.errors import EngineError
 from trtpd.runtime.engine.mpi import MEND
 
 FIND_S = 60.0
 FORWARDED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "GLIBC_TUNABLES")
+FORWARDED_PREFIXES = ("UCX_", "NCCL_", "NIXL_", "TRTLLM_")
 """Variables that ranks on other hosts get too."""
 
 _PROBE = """
@@ -33,7 +36,9 @@ _SETTINGS = {
     "coll_tuned_allreduce_algorithm": "3",
     "mpi_yield_when_idle": "1",
 }
-_LOCAL_SETTINGS = {"pml": "ob1", "btl": "self,sm"}
+_SM_SINCE = 5
+"""The version from which Open MPI calls its shared memory "sm"; version 4, which containers have, calls it "vader" and
+ends with an error for the other name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +51,21 @@ class Mpi:
 
 Hosts = str | Sequence[str] | None
 """A hostfile, or names with slots as mpirun's --host takes them; None: this host."""
+
+
+class _Pool(msgspec.Struct, frozen=True):
+    """What a manifest's settings say of where a pool's ranks run."""
+
+    hosts: str | list[str] | None = None
+
+
+class _Settings(msgspec.Struct, frozen=True):
+    pools: dict[str, _Pool] = {}
+
+
+def hosts_of(settings: Mapping[str, object], role: str) -> Hosts:
+    """Where the ranks of a role's instances run, by a manifest's settings."""
+    return msgspec.convert(settings, type=_Settings).pools.get(role, _Pool()).hosts
 
 
 def find_mpi(python: str, environment: Mapping[str, str]) -> Mpi:
@@ -94,19 +114,22 @@ def group_command(
     command = [str(mpi.mpirun), "-n", str(ranks), "--bind-to", "none"]
     settings = dict(_SETTINGS)
     if hosts is None:
-        settings |= _LOCAL_SETTINGS | {"btl_sm_backing_directory": str(folder)}
+        memory = "sm" if int(mpi.version.split(".")[0]) >= _SM_SINCE else "vader"
+        settings |= {"pml": "ob1", "btl": f"self,{memory}", f"btl_{memory}_backing_directory": str(folder)}
         command.append("--oversubscribe")
     else:
         command += ["--hostfile", hosts] if isinstance(hosts, str) else ["--host", ",".join(hosts)]
-        command += [part for name in FORWARDED if name in environment for part in ("-x", name)]
+        named = [*FORWARDED, *sorted(name for name in environment if name.startswith(FORWARDED_PREFIXES))]
+        command += [part for name in named if name in environment for part in ("-x", name)]
     command += [part for pair in settings.items() for part in ("--mca", *pair)]
     return [*command, python, "-m", "mpi4py", *arguments]
 
 
-def group_environment(base: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """`base` for mpirun: not itself part of an MPI job, its files in `folder`, root allowed if that is who we are."""
+def group_environment(base: Mapping[str, str], folder: Path, *, hosts: Hosts = None) -> dict[str, str]:
+    """`base` for mpirun: not itself part of an MPI job, its files in `folder`, root allowed if that is who we are. A
+    group on this host isn't part of a Slurm job either: its ranks would be spread over all hosts of that."""
     tuned = ("OMPI_MCA_", "PMIX_MCA_", "PRTE_MCA_")
-    jobs = ("OMPI_", "PMIX_", "PRTE_")
+    jobs = ("OMPI_", "PMIX_", "PRTE_") + (("SLURM_",) if hosts is None else ())
     env = {name: value for name, value in base.items() if name.startswith(tuned) or not name.startswith(jobs)}
     env["TMPDIR"] = str(folder)
     if os.geteuid() == 0:

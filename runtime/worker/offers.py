@@ -32,6 +32,7 @@ def _offered(source: KVSource, job: Job, event: PrefillBegan) -> core.Offered:
         attempt=event.attempt,
         blocks=len(event.blocks),
         lease_s=offer.lease_s,
+        cached_tokens=event.cached_tokens,
         offer=msgspec.msgpack.encode(offer),
     )
 
@@ -51,5 +52,6 @@ def _sealed(source: KVSource, job: Job, event: PrefillDone) -> core.Sealed:
         token=event.token,
         log_prob=event.log_prob,
         finish=event.finish,
+        top_log_probs=event.top_log_probs,
         seal=msgspec.msgpack.encode(seal),
     )

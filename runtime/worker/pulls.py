@@ -1,5 +1,8 @@
-"""Decode's side of a hand-off: reserve, pull, join the batch. The leader calls this from the engine
-thread."""
+"""Decode's side of a hand-off: reserve, pull, join the batch. The leader calls this from the engine thread.
+
+An engine that moves its KV itself has no blocks to reserve here. It gets the request as soon as the hand-off is sealed
+and fetches the KV alone; until it says KVArrived the transfer isn't over.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import msgspec
 from trtpd.errors import CapacityError, EngineError, LayoutError, RequestError, TransferError
 from trtpd.kv_transfer.base import Key, KVSink, PullResult
 from trtpd.kv_transfer.offer import Chunk, Offer, Seal, decode_chunk, decode_offer, decode_seal
-from trtpd.runtime.engine.base import Engine, EngineRequest, PagedKV, RequestKind
+from trtpd.runtime.engine.base import Engine, EngineRequest, PagedKV, RequestKind, SelfMovingEngine
 from trtpd.runtime.worker.messages import PullWork
 
 T = TypeVar("T", Offer, Chunk, Seal)
@@ -34,18 +37,18 @@ class Pulls:
     (likewise)."""
 
     def __init__(self, engine: Engine, sink: KVSink) -> None:
-        """Raises EngineError for an engine whose KV is not in blocks of ours."""
-        if engine.kv is None:
+        """Raises EngineError for an engine that neither has KV blocks nor moves its KV itself."""
+        if engine.kv is None and not isinstance(engine, SelfMovingEngine):
             raise EngineError(
-                "this engine moves its KV itself (transport opaque), which this leader can't drive; "
-                "build it with a paged KV pool"
+                f"{type(engine).__name__} has no KV blocks and doesn't move its KV itself (transport opaque): "
+                "nothing can be pulled into it"
             )
         self._engine = engine
-        self._kv: PagedKV = engine.kv
         self._sink = sink
         self._requests: dict[Key, EngineRequest] = {}
         self._seals: dict[Key, Seal] = {}
         self._faults: dict[Key, TransferError] = {}
+        self._present: dict[Key, int] = {}
 
     def keys(self) -> set[Key]:
         return set(self._requests)
@@ -58,15 +61,32 @@ class Pulls:
         TransferError; then nothing is held."""
         key = (work.request_id, work.attempt)
         offer = _decode(decode_offer, work.offer or b"", key)
-        request = _checked_request(work, offer)
-        blocks = reserve(self._engine, self._kv, request)
+        request = msgspec.structs.replace(_checked_request(work, offer), hand_off=offer.opaque)
+        blocks = self._reserve(request)
+        kv = self._engine.kv
+        present = 0 if kv is None else kv.present_blocks(key)
         try:
-            self._sink.begin(offer, blocks)
+            self._sink.begin(offer, blocks, present=present)
         except BaseException:
-            self._kv.free(key)
+            self._free(key)
             raise
         self._requests[key] = request
+        self._present[key] = present * self._engine.limits.tokens_per_block
         return request
+
+    def _reserve(self, request: EngineRequest) -> tuple[int, ...]:
+        kv = self._engine.kv
+        if kv is not None:
+            return reserve(self._engine, kv, request)
+        assert isinstance(self._engine, SelfMovingEngine), "checked when this was made"
+        tokens = len(request.prompt_ids)
+        if not self._engine.has_room(tokens + request.max_tokens - request.first_index):
+            raise no_room(tokens)
+        return ()
+
+    def _free(self, key: Key) -> None:
+        if self._engine.kv is not None:
+            self._engine.kv.free(key)
 
     def more(self, work: PullWork) -> None:
         """Passes on new chunks and the seal. What can't be read fails the pull, as `ended` will say."""
@@ -106,21 +126,22 @@ class Pulls:
             results.append(result)
         return results
 
-    def join(self, key: Key) -> None:
-        """The KV is there: the sequence joins decode's batch. Raises RequestError, with the blocks given
-        back."""
-        request, seal = self._requests.pop(key), self._seals.pop(key)
+    def join(self, key: Key) -> int:
+        """The KV is there, or can be fetched by the engine: the sequence joins decode's batch. Returns of how many
+        tokens it was there before the pull. Raises RequestError, TransferError, with the blocks given back."""
+        request, seal, present_tokens = self._requests.pop(key), self._seals.pop(key), self._present.pop(key)
         try:
             self._engine.submit(msgspec.structs.replace(request, first_token=seal.first_token))
         except BaseException:
-            self._kv.free(key)
+            self._free(key)
             raise
+        return present_tokens
 
     def drop(self, key: Key) -> None:
         """The KV is not wanted, or did not come: gives the blocks back."""
-        del self._requests[key]
+        del self._requests[key], self._present[key]
         self._seals.pop(key, None)
-        self._kv.free(key)
+        self._free(key)
 
 
 def reserve(engine: Engine, kv: PagedKV, request: EngineRequest) -> tuple[int, ...]:
@@ -132,10 +153,16 @@ def reserve(engine: Engine, kv: PagedKV, request: EngineRequest) -> tuple[int, .
             f"KV of {tokens} tokens can't be decoded here: the longest sequence has {limits.max_seq_tokens} tokens "
             f"and the pool {limits.kv_blocks} blocks of {limits.tokens_per_block}"
         )
-    blocks = kv.reserve(request.key, tokens, peak_tokens=tokens + request.max_tokens - request.first_index)
+    peak_tokens = tokens + request.max_tokens - request.first_index
+    prompt_ids = request.prompt_ids if request.reuse else ()
+    blocks = kv.reserve(request.key, tokens, peak_tokens=peak_tokens, prompt_ids=prompt_ids)
     if blocks is None:
-        raise NoKVError(f"no room for the KV of {tokens} tokens on this instance now")
+        raise no_room(tokens)
     return blocks
+
+
+def no_room(tokens: int) -> NoKVError:
+    return NoKVError(f"no room for the KV of {tokens} tokens on this instance now")
 
 
 def _checked_request(work: PullWork, offer: Offer) -> EngineRequest:

@@ -36,6 +36,7 @@ def _one(engine: Engine, request_id: int, tokens: int, clock: Callable[[], float
         prompt_ids=tuple(index % engine.limits.vocab_size for index in range(tokens)),
         max_tokens=3,
         sampling=Sampling(),
+        reuse=False,
     )
     began_s = clock()
     engine.submit(request)

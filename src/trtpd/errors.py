@@ -13,7 +13,8 @@ TrtpdError                 anything of ours; `code` is its reason in metrics, me
 │  ├─ PeerGoneError        the process that holds the KV has died
 │  ├─ TransferTimeoutError the process that holds the KV doesn't answer
 │  ├─ IntegrityError       a digest differs
-│  └─ HandOffError         what the router passed on of a hand-off can't be used (worker/pulls.py)
+│  ├─ HandOffError         what the router passed on of a hand-off can't be used (worker/pulls.py)
+│  └─ HandOffStateError    an executor's state in an offer can't be used (engine/tensorrt_llm/hand_off.py)
 ├─ CapacityError           no room now
 │  ├─ SaturatedError       try again after `retry_after_s`
 │  ├─ NoInstanceError      nothing serves this now
@@ -22,6 +23,7 @@ TrtpdError                 anything of ours; `code` is its reason in metrics, me
 │  ├─ DrainingError        this instance takes nothing new (worker/jobs.py)
 │  └─ UnsupportedError     this instance's role does not do this (worker/jobs.py)
 ├─ WireError               a message between router and leader is malformed or too long (worker/messages.py)
+├─ BottleneckError         the measuring client could not keep up (perf/client_health.py)
 └─ InternalError           a bug of ours
 
 Messages say what was wrong, the value, where, and what to do. Errors of libraries are translated once, where

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from trtpd_testing.tiny import CONFIG, random_weights, stored, write_weights_file
 
-from trtpd.build.checkpoint import expected_shapes, open_architecture, open_checkpoint
-from trtpd.build.manifest import RopeScaling
+from trtpd.build.checkpoint import open_architecture, open_checkpoint
+from trtpd.build.manifest import Llama3Scaling
+from trtpd.build.shapes import expected_shapes
 from trtpd.errors import CheckpointError
 
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
@@ -111,9 +112,17 @@ def test_truncated_weights_are_refused_before_any_is_read(make_model: Callable[.
         ({"attention_bias": True}, "attention_bias is true"),
         ({"mlp_bias": True}, "mlp_bias is true"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, 'rope_type is "yarn"'),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, 'rope_type is "linear"'),
-        ({"rope_parameters": {"rope_type": "dynamic"}}, 'rope_type is "dynamic"'),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, 'rope_type is "longrope"; "default", "linear"'),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),
+        ({"rope_scaling": {"type": "yarn", "factor": 0}}, "rope_scaling.factor is 0"),
+        ({"rope_scaling": {"rope_type": 7}}, "rope_scaling.rope_type is 7"),
+        ({"rope_scaling": 8}, "rope_scaling is 8; it must be an object"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "without rope_scaling it is the same model"),
+        ({"rope_parameters": {"full_attention": {}}}, "which a LlamaForCausalLM doesn't have"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ({"sliding_window": 100}, "sliding_window is 100 with 256 positions; only full attention"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
+        ({"query_pre_attn_scalar": 64}, "query_pre_attn_scalar is 64"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor is missing"),
         ({"num_hidden_layers": "two"}, 'num_hidden_layers is "two"'),
         ({"hidden_size": None}, "hidden_size is missing"),
@@ -178,7 +187,7 @@ LLAMA3 = {
 def test_old_and_new_rope_keys_mean_the_same(make_model: Callable[..., Path], changes: dict[str, Any]) -> None:
     architecture = open_checkpoint(make_model(**changes)).architecture
     assert architecture.rope_theta == 500000.0
-    assert architecture.rope_scaling == RopeScaling(
+    assert architecture.rope_scaling == Llama3Scaling(
         factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
     )
 

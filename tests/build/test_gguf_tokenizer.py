@@ -48,7 +48,7 @@ def test_text_survives_the_way_there_and_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value", "said"),
-    [("pre", "qwen2", "tokenizer.ggml.pre is 'qwen2'"), ("model", "llama", "tokenizer.ggml.model is 'llama'")],
+    [("pre", "tekken", "tokenizer.ggml.pre is 'tekken'"), ("model", "bert", "tokenizer.ggml.model is 'bert'")],
 )
 def test_another_kind_of_tokenizer_is_refused_by_name(tmp_path: Path, field: str, value: str, said: str) -> None:
     with pytest.raises(CheckpointError, match=said):
@@ -65,3 +65,65 @@ def test_the_written_files_hold_template_and_special_tokens(tmp_path: Path) -> N
         "eos_token_id": 0,
     }
     assert tokens(Tokenizer.from_file(str(tmp_path / "tokenizer.json")), "ab") == ["ab"]
+
+
+def test_qwen_composes_characters_and_takes_digits_one_by_one(tmp_path: Path) -> None:
+    tokenizer = build_tokenizer(gguf_with(tmp_path, pre="qwen2"))
+    assert tokens(tokenizer, "ab12") == ["ab", "1", "2"]
+    assert tokenizer.normalizer.normalize_str("e\u0301") == "\u00e9"
+
+
+PIECES = [
+    ("<unk>", 0.0, 2), ("<s>", 0.0, 3), ("<0x0A>", 0.0, 6), ("<0xC3>", 0.0, 6), ("<0xA9>", 0.0, 6), ("  ", 0.0, 4),
+    ("\u2581", -9.0, 1), ("a", -9.0, 1), ("b", -9.0, 1), ("ab", -3.0, 1), ("\u2581a", -2.0, 1), ("\u2581ab", -4.0, 1),
+    ("ba", -1.0, 1),
+]  # fmt: skip
+
+
+def sentencepiece(tmp_path: Path, **fields: Any) -> Tokenizer:
+    names, scores, types = zip(*PIECES, strict=True)
+    fields = {"bos_token_id": 1, "unknown_token_id": 0, "add_space_prefix": False} | fields
+    metadata = {"tokens": list(names), "scores": list(scores), "token_type": list(types), "model": "llama", **fields}
+    gguf = gguf_with(tmp_path)
+    gguf.metadata = {"general.architecture": "llama"} | {f"tokenizer.ggml.{key}": it for key, it in metadata.items()}
+    return build_tokenizer(gguf)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("ab", ["ab"]),
+        ("aba", ["a", "ba"]),
+        (" ab", ["\u2581ab"]),
+        ("a ab", ["a", "\u2581ab"]),
+        ("a  b", ["a", "  ", "b"]),
+        ("b\n\u00e9", ["b", "<0x0A>", "<0xC3>", "<0xA9>"]),
+    ],
+)
+def test_sentencepiece_merges_the_best_score_first_and_falls_back_to_bytes(
+    tmp_path: Path, text: str, expected: list[str]
+) -> None:
+    tokenizer = sentencepiece(tmp_path)
+    assert tokens(tokenizer, text) == ["<s>", *expected]
+    assert tokenizer.decode(tokenizer.encode(text).ids) == text
+
+
+def test_sentencepiece_puts_a_space_in_front_where_the_file_says_so(tmp_path: Path) -> None:
+    tokenizer = sentencepiece(tmp_path, add_space_prefix=True, add_bos_token=False)
+    assert tokens(tokenizer, "ab") == ["\u2581ab"]
+    assert tokenizer.decode(tokenizer.encode("ab").ids) == "ab"
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"bos_token_id": 99}, "bos_token_id is 99; it must be one of 13 tokens"),
+        ({"tokens": 4}, "tokenizer.ggml.tokens is no list of str"),
+        ({"scores": ["a"]}, "scores is no list of float"),
+        ({"scores": [0.0]}, "contradictory"),
+        ({"token_type": [1]}, "13 tokens and 1 token types"),
+    ],
+)
+def test_a_contradictory_vocabulary_is_refused(tmp_path: Path, fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(CheckpointError, match=said):
+        sentencepiece(tmp_path, **fields)

@@ -1,11 +1,8 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from trtpd.build.gpus import GPUS, Estimate, choose_gpu, known_gpu
-from trtpd.build.machine import gpu_models
 
 
 @pytest.mark.parametrize(
@@ -28,15 +25,6 @@ def test_the_gpu_asked_for_comes_before_the_one_here() -> None:
     assert choose_gpu("b200", ["NVIDIA H200"]).name == "b200"
     assert choose_gpu(None, ["NVIDIA GeForce RTX 4090", "NVIDIA H200"]).name == "h200"
     assert choose_gpu(None, []).name == "h100"
-
-
-def test_the_drivers_list_is_read(tmp_path: Path) -> None:
-    for number, model in enumerate(("NVIDIA H200", "NVIDIA L40S")):
-        folder = tmp_path / "gpus" / f"0000:{number}8:00.0"
-        folder.mkdir(parents=True)
-        (folder / "information").write_text(f"Model: \t\t {model}\nIRQ:   \t\t 5\n")
-    assert gpu_models(tmp_path) == ("NVIDIA H200", "NVIDIA L40S")
-    assert gpu_models(tmp_path / "absent") == ()
 
 
 def estimate(weights_gib: int, tp: int = 1) -> Estimate:

@@ -11,13 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
-from trtpd_testing.tiny import CONFIG, random_weights
+from trtpd_testing.tiny import CONFIG, family_weights, random_weights, write_family
 
-from trtpd.build.backends.openvino import EMBEDDING, quantise, weights_key, write_weights
+from trtpd.build.backends.openvino import quantise, weights_key, write_weights
 from trtpd.build.checkpoint import open_checkpoint
 from trtpd.build.engines import engine_layout
 from trtpd.build.manifest import Precision
-from trtpd.build.sharding import HEAD, shard_of
+from trtpd.build.shapes import EMBEDDING, HEAD
+from trtpd.build.sharding import shard_of
 from trtpd.build.tensors import TensorFile, from_bf16_bits
 
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
@@ -126,6 +127,20 @@ def test_the_parts_of_all_ranks_make_up_the_whole(
             assert rows == {row.tobytes() for row in tensor}, name
         else:
             assert np.array_equal(np.concatenate(parts), tensor), name
+
+
+def test_biases_are_cut_with_their_rows_and_norms_of_heads_are_whole(tmp_path: Path) -> None:
+    for family in ("qwen2", "qwen3"):
+        (tmp_path / family).mkdir()
+        ranks = stored_by_rank(tmp_path / family, write_family(tmp_path / f"{family}-model", family), "int8", 2)
+        for name, tensor in family_weights(family).items():
+            parts = [rank[name] for rank in ranks if name in rank]
+            if name.endswith("bias"):
+                assert [len(part) for part in parts] == [len(tensor) // 2] * 2, name
+                assert np.array_equal(np.concatenate(parts), tensor), name
+            elif name.endswith("norm.weight"):
+                assert len(parts) == 1, name
+                assert np.array_equal(parts[0], tensor), name
 
 
 def test_what_every_rank_has_whole_is_stored_once(make_model: Callable[..., Path], tmp_path: Path) -> None:

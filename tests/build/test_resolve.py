@@ -108,7 +108,13 @@ def test_an_emulated_engine_has_a_small_layout_and_the_models_vocabulary() -> No
 def test_settings_hold_what_was_found_in_place_of_auto() -> None:
     settings: dict[str, Any] = resolved().settings()
     assert settings["pools"]["decode"]["kv_tokens"] == 16_384
-    assert settings["kv"] == {"dtype": "f32", "tokens_per_block": 32, "max_seq_tokens": 256}
+    assert settings["kv"] == {
+        "dtype": "f32",
+        "tokens_per_block": 32,
+        "max_seq_tokens": 256,
+        "growth_kept": 0.5,
+        "prefix_cache": "all",
+    }
     assert settings["name"] == "tiny"
 
 

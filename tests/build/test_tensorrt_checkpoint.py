@@ -19,7 +19,7 @@ from trtpd_testing.tiny import make_machine
 from trtpd.build.backends.tensorrt_llm.checkpoint import convert
 from trtpd.build.backends.tensorrt_llm.fp8 import decode_e4m3, encode_e4m3
 from trtpd.build.checkpoint import Checkpoint, open_checkpoint
-from trtpd.build.families import ALL_FAMILIES
+from trtpd.build.families import CONVERTED
 from trtpd.build.manifest import TensorRTConfig
 from trtpd.build.resolve import resolve
 from trtpd.build.spec import parse_spec
@@ -35,7 +35,7 @@ def settings_of(checkpoint: Checkpoint, **keys: Any) -> TensorRTConfig:
 
 
 def converted(model: Path, target: Path, tp: int, **keys: Any) -> Path:
-    checkpoint = open_checkpoint(model, ALL_FAMILIES)
+    checkpoint = open_checkpoint(model, CONVERTED)
     convert(checkpoint, checkpoint.architecture, settings_of(checkpoint, **keys), tp, target, lambda *_: None)
     return target
 
@@ -223,7 +223,7 @@ def test_other_quantisations_are_refused_by_name(tmp_path: Path, quantization: d
     model = fp8_model(tmp_path / "m")
     (model / "hf_quant_config.json").write_text(json.dumps({"quantization": quantization}))
     with pytest.raises(CheckpointError, match=said):
-        open_checkpoint(model, ALL_FAMILIES)
+        open_checkpoint(model, CONVERTED)
 
 
 def test_a_scale_that_is_missing_is_named(tmp_path: Path) -> None:

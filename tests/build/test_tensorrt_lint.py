@@ -45,7 +45,7 @@ TWENTY_FOUR_HEADS = EIGHT_KV_HEADS | {"num_attention_heads": 24, "num_key_value_
 V13 = trt(version="1.3")
 
 PIPELINE_FAULTS: list[tuple[str, str, str, dict[str, Any], dict[str, Any]]] = [
-    ("trt_release_unknown", "error", "pools.prefill", LLAMA_8B, trt(version="1.7")),
+    ("trt_release_unknown", "error", "tensorrt_llm.version", LLAMA_8B, trt(version="1.7")),
     ("trt_release_differs", "warning", "tensorrt_llm.version", LLAMA_8B, trt(version="1.1")),
     ("trt_power_of_two", "error", "pools.decode", TWENTY_FOUR_HEADS, pools(tp=3)),
     ("trt_tp_split", "error", "pools.prefill.tp", THREE_KV_HEADS, {}),
@@ -79,6 +79,8 @@ PIPELINE_FAULTS: list[tuple[str, str, str, dict[str, Any], dict[str, Any]]] = [
     ("trt_transceiver_unknown", "error", "pools.prefill", LLAMA_8B, trt(transceiver="MOONCAKE", version="1.1")),
     ("trt_timeout_unknown", "error", "pools.prefill", LLAMA_8B, trt(kv_transfer_timeout_ms=500, version="1.1")),
     ("trt_timeout_crash", "warning", "pools.prefill", LLAMA_8B, trt(kv_transfer_timeout_ms=60_000)),
+    ("trt_timeout_short", "warning", "pools.decode", LLAMA_8B, trt(kv_transfer_timeout_ms=60_000)),
+    ("trt_nixl_old", "warning", "pools.prefill", LLAMA_8B, trt(transceiver="NIXL", version="1.1")),
     ("trt_overlap_scheduler", "error", "pools.prefill", LLAMA_8B,
      pools({"engine_args": {"disable_overlap_scheduler": False}}) | trt(version="1.3")),
     ("trt_attn_backend", "error", "pools.decode", LLAMA_8B, args(attn_backend="FLASHINFER") | trt(version="1.3")),
@@ -93,6 +95,7 @@ PIPELINE_FAULTS: list[tuple[str, str, str, dict[str, Any], dict[str, Any]]] = [
     ("trt_kv_dtype_weights", "error", "pools.decode.kv_dtype", LLAMA_8B, {"kv": {"dtype": "f16"}}),
     ("trt_kv_dtype_weights", "error", "pools.decode.kv_dtype", LLAMA_8B | FP8, {"kv": {"dtype": "fp8"}}),
     ("trt_kv_fmha", "error", "pools.decode", LLAMA_8B, {"kv": {"dtype": "fp8"}}),
+    ("trt_transfer_path", "error", "transfer.path", EIGHT_KV_HEADS, {"transfer": {"path": "shm"}}),
     ("trt_f32", "warning", "pools.prefill.precision", EIGHT_KV_HEADS, {"precision": "f32"} | trt(max_prompt_tokens=99)),
     ("trt_gpu_memory", "error", "pools.prefill.tp", LLAMA_70B, pools({"tp": 1}) | {"kv": {"max_seq_tokens": 8192}}),
 ]  # fmt: skip
@@ -112,7 +115,7 @@ GOOD: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (LLAMA_70B, trt(gpu="h200")),
     (LLAMA_8B | FP8, {}),
     (LLAMA_8B | FP8, trt(gpu="b200")),
-    (LLAMA_8B | {"architectures": ["MistralForCausalLM"]}, {}),
+    (LLAMA_8B | {"architectures": ["MistralForCausalLM"], "sliding_window": 131072}, {}),
     (LLAMA_8B | {"architectures": ["Qwen3ForCausalLM"]}, {"precision": "f16"}),
     (LLAMA_8B, pools(tp=2) | {"precision": "int8"}),
     (LLAMA_8B, {"pools": {"mixed": {"tp": 1}}}),
@@ -184,6 +187,7 @@ ENGINE_FAULTS: list[tuple[str, dict[str, Any]]] = [
     ("trt_input_padding", {"remove_input_padding": False}),
     ("trt_paged_fmha", {"context_fmha": False}),
     ("trt_decoder_only", {"architecture": "EncoderModel"}),
+    ("trt_pp_hang", {"pp_size": 2, "world_size": 8, "files": 8}),
     ("trt_fp8_plugin", {"low_latency_gemm_plugin": "fp8"}),
     ("trt_kv_fmha", {"kv_cache_quant_algo": "INT8"}),
 ]
@@ -245,6 +249,9 @@ LIVE_FAULTS: list[tuple[str, dict[str, Any]]] = [
     ("trt_switch_value", {"environment": PINNED | {"TRTLLM_REQUEST_KV_CACHE_CONCURRENT": "true"}}),
     ("trt_switch_broken", {"environment": PINNED | {"TRTLLM_TRY_ZCOPY_FOR_KVCACHE_TRANSFER": "1"}}),
     ("trt_buffer_unit", {"environment": PINNED | {"TRTLLM_KVCACHE_TRANSFER_BUFFER_SIZE": "1024"}}),
+    ("trt_inflight_cancel", {"environment": PINNED | {"TRTLLM_DISAGG_ENABLE_INFLIGHT_CANCEL": "1"}}),
+    ("trt_nixl_crash", {"transceiver": "NIXL", "version": "1.3.0rc24"}),
+    ("trt_block_reuse", {"role": "prefill", "enable_block_reuse": True}),
     ("trt_nccl_p2p", {"sm": 89}),
 ]
 
@@ -254,6 +261,20 @@ def test_a_fault_in_a_live_pair_is_found(code: str, changes: dict[str, Any]) -> 
     first = LIVE | ({"num_key_value_heads": 6} if code == "trt_kv_mapping" else {})
     found = lint_live({"prefill_0": first, "decode_0": OTHER | changes})
     assert (code, "decode_0") in [(one.code, one.where) for one in found], list(map(str, found))
+
+
+def test_what_holds_for_all_roles_is_said_once(tmp_path: Path) -> None:
+    found = pipeline_findings(tmp_path, LLAMA_70B, {"tensorrt_llm": {"version": "1.7"}})
+    assert [one.code for one in found].count("trt_release_unknown") == 1
+    assert len(set(found)) == len(found)
+
+
+def test_a_tp_that_can_not_be_is_one_finding_with_the_nearest_that_can(tmp_path: Path) -> None:
+    [split] = [one for one in pipeline_findings(tmp_path, LLAMA_8B, pools(tp=3)) if one.code == "trt_tp_split"]
+    assert split.message.endswith(
+        "32 (attention heads), 8 (KV heads), 14336 (intermediate size) can't be divided evenly"
+    )
+    assert split.mend == "set it to 2 or 4"
 
 
 def test_a_good_live_pair_has_no_findings() -> None:

@@ -16,7 +16,7 @@ from trtpd_testing.tiny import make_machine
 from trtpd.build.backends.tensorrt_llm.flags import FLAGS, flag_fault
 from trtpd.build.backends.tensorrt_llm.release import choose_release, parse_release
 from trtpd.build.builder import build
-from trtpd.build.families import ALL_FAMILIES
+from trtpd.build.families import CONVERTED
 from trtpd.build.hf_config import architecture_from_config
 from trtpd.build.manifest import TensorRTConfig
 from trtpd.build.resolve import ResolvedPipeline, resolve
@@ -30,7 +30,7 @@ def resolved(config: dict[str, Any] = LLAMA_8B, *, fp8: bool = False, **keys: An
     if fp8:
         quantization = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": {"num_bits": 8}}
         config = config | {"quantization_config": quantization}
-    architecture = architecture_from_config(config, Path("config.json"), ALL_FAMILIES)
+    architecture = architecture_from_config(config, Path("config.json"), CONVERTED)
     spec = parse_spec({"model": "m", "engine": "tensorrt_llm", "pools": P2D4} | keys)
     return resolve(spec, architecture, make_machine())
 
@@ -122,7 +122,7 @@ def test_speculative_decoding_is_decodes_and_widens_its_step() -> None:
 
 
 def test_a_measured_knee_is_never_below_8192() -> None:
-    architecture = architecture_from_config(LLAMA_8B, Path("config.json"), ALL_FAMILIES)
+    architecture = architecture_from_config(LLAMA_8B, Path("config.json"), CONVERTED)
     spec = parse_spec({"model": "m", "engine": "tensorrt_llm", "pools": P2D4, "slo": {"tpot_ms": 20}})
 
     def measure(_role: str, count: int) -> float:
@@ -265,7 +265,8 @@ def parsed(command: list[str]) -> dict[str, Any]:
 
 def test_a_dry_run_prints_which_tensor_of_which_shape_goes_to_which_rank(tmp_path: Path) -> None:
     text = "\n".join(dry_run(tmp_path, LLAMA_70B))
-    assert text.count("safetensors: ") == 6
+    assert "  rank0.safetensors, rank1.safetensors: 563 tensors each" in text
+    assert '"mapping": {"world_size": 4' in text
     assert "    transformer.layers.0.attention.qkv.weight BF16 [5120, 8192]" in text
     assert "    transformer.layers.0.attention.qkv.weight BF16 [2560, 8192]" in text
     assert "    lm_head.weight BF16 [32064, 8192]" in text
@@ -283,6 +284,13 @@ def test_from_13_on_a_role_is_a_file_of_llm_arguments(tmp_path: Path) -> None:
     start = next(index for index, line in enumerate(lines) if line.startswith("decode: link the model"))
     found = yaml.safe_load("\n".join(line.strip() for line in lines[start + 1 : -1] if line.startswith("  ")))
     assert found["cuda_graph_config"]["max_batch_size"] == found["max_batch_size"]
+
+
+def test_roles_ask_for_the_statistics_that_metrics_need() -> None:
+    pipeline = resolved(tensorrt_llm={"version": "1.3"})
+    for role in ("prefill", "decode"):
+        asked = settings(pipeline, role).settings
+        assert (asked["enable_iter_perf_stats"], asked["enable_iter_req_stats"]) == (True, True)
 
 
 @pytest.mark.parametrize("version", ["1.3.0", "1.4.0"])

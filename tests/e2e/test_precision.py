@@ -39,7 +39,8 @@ def forced_logits(directory: Path, entries: list[dict], monkeypatch: pytest.Monk
     """Log-probabilities [position, token] at every output position of the entries, fed the reference's tokens."""
     rows: list[npt.NDArray[np.float32]] = []
 
-    def keep(logits, sampling, indexes):
+    def keep(logits, sampling, indexes, histories):
+        del indexes, histories
         rows.append(logits.copy())
         return [None] * len(sampling)
 

@@ -52,6 +52,36 @@ def test_spare_reserved_blocks_stay_untouched(pair):
     assert pair.moved(offer, TO)
 
 
+@pytest.mark.parametrize("chunks", [(), (5, 12)], ids=["at the seal", "in chunks"])
+def test_only_blocks_that_are_missing_move(pair, chunks):
+    offer = pair.source.offer(KEY, prompt_tokens=TOKENS, blocks=OF)
+    pair.to.grid[:, TO[:2]] = 7
+    pair.sink.begin(offer, TO, present=2)
+    for ready_tokens in chunks:
+        pair.sink.ready(pair.source.publish(KEY, ready_tokens=ready_tokens))
+    pair.seal(offer)
+    result = pair.result()
+    assert (result.error, result.bytes_moved) == (None, 2 * 4 * LAYOUT.bytes_per_token)
+    assert (pair.to.grid[:, TO[:2]] == 7).all()
+    assert np.array_equal(pair.to.grid[:, TO[2:]], pair.of.grid[:, OF[2:]])
+
+
+def test_a_pull_of_which_nothing_is_missing_ends_with_the_seal_and_moves_nothing(pair):
+    offer = pair.source.offer(KEY, prompt_tokens=8, blocks=OF)
+    pair.sink.begin(offer, TO, present=2)
+    assert pair.sink.busy()
+    pair.seal(offer)
+    result = pair.result()
+    assert (result.error, result.bytes_moved) == (None, 0)
+    assert not pair.to.grid.any()
+
+
+def test_a_block_that_is_not_full_is_not_taken_to_be_present(pair):
+    offer = pair.source.offer(KEY, prompt_tokens=TOKENS, blocks=OF)
+    with pytest.raises(InternalError, match="full"):
+        pair.sink.begin(offer, TO, present=4)
+
+
 def test_nothing_is_copied_before_it_is_final(pair):
     offer = pair.source.offer(KEY, prompt_tokens=TOKENS, blocks=OF)
     pair.sink.begin(offer, TO)

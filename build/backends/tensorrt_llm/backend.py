@@ -242,19 +242,28 @@ def _llm_api_steps(job: Job) -> list[str]:
 
 
 def _conversion_steps(job: Job, place: Path) -> list[str]:
-    """The conversion as a plan: every tensor of the first and last layer, the others like the first."""
+    """The conversion as a plan: config.json, and for ranks that are alike every tensor of the first and last layer, the
+    others like the first."""
     config, given = job.config, _settings(job.config)
-    lines = [f"{config.role}: convert for tp {config.tp} into {place}: config.json, rank<N>.safetensors"]
-    last = config.architecture.num_hidden_layers - 1
+    document = checkpoint_config(config.architecture, given, config.tp)
+    lines = [
+        f"{config.role}: convert for tp {config.tp} into {place}: config.json, rank<N>.safetensors",
+        f"  config.json: {json.dumps(document)}",
+    ]
+    alike: dict[tuple[str, ...], list[int]] = {}
     for rank in range(config.tp):
         shards = rank_shards(
             config.architecture, dtype=given.dtype, quant_algo=given.quant_algo, tp=config.tp, rank=rank
         )
-        lines.append(f"  rank{rank}.safetensors: {len(shards)} tensors")
-        for shard in shards:
-            parts = shard.name.split(".layers.")
+        alike.setdefault(tuple(f"{one.name} {one.dtype} {list(one.shape)}" for one in shards), []).append(rank)
+    last = config.architecture.num_hidden_layers - 1
+    for tensors, ranks in alike.items():
+        files = ", ".join(f"rank{rank}.safetensors" for rank in ranks)
+        lines.append(f"  {files}: {len(tensors)} tensors{' each' if len(ranks) > 1 else ''}")
+        for tensor in tensors:
+            parts = tensor.split(".layers.")
             if len(parts) == 1 or int(parts[1].split(".")[0]) in (0, last):
-                lines.append(f"    {shard.name} {shard.dtype} {list(shard.shape)}")
+                lines.append(f"    {tensor}")
         if last > 1:
             lines.append(f"    transformer.layers.1 to {last - 1}: as layer 0")
     return lines

@@ -53,6 +53,7 @@ class Descriptor:
     disable_overlap_scheduler: bool | None = None
     attn_backend: str | None = None
     host_cache_size: int | None = None
+    enable_block_reuse: bool | None = None
     free_gpu_memory_fraction: float | None = None
     host: str | None = None
     device_ids: tuple[int, ...] | None = None
@@ -100,6 +101,7 @@ def planned(
     build = dict(config.settings) if config.mode == "engine" else {}
     arguments: Mapping[str, Any] = config.settings if config.mode == "llm_api" else {}
     kv_cache = arguments.get("kv_cache_config")
+    kv_cache = kv_cache if isinstance(kv_cache, dict) else {}
     return Descriptor(
         where=where,
         role=role,
@@ -127,7 +129,8 @@ def planned(
         enable_chunked_context=arguments.get("enable_chunked_prefill", config.chunked_context),
         disable_overlap_scheduler=arguments.get("disable_overlap_scheduler"),
         attn_backend=arguments.get("attn_backend"),
-        host_cache_size=kv_cache.get("host_cache_size") if isinstance(kv_cache, dict) else None,
+        host_cache_size=kv_cache.get("host_cache_size"),
+        enable_block_reuse=kv_cache.get("enable_block_reuse"),
         free_gpu_memory_fraction=config.free_gpu_memory_fraction,
     )
 

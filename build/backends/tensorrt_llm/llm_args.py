@@ -53,7 +53,9 @@ def llm_args(
     """One role's arguments, without the model's place.
 
     Prefill runs without the overlap scheduler, as a context server must, and without CUDA graphs, whose batches
-    are those of decode steps. The KV dtype is left to the checkpoint unless it is FP8.
+    are those of decode steps. The KV dtype is left to the checkpoint unless it is FP8. Blocks aren't reused between
+    requests: reuse has sent blocks that were evicted under the transfer (#12542), and without it the count of used
+    blocks tells what is held for others.
     """
     transceiver: Settings = {
         "backend": config.transceiver,
@@ -75,6 +77,7 @@ def llm_args(
         "disable_overlap_scheduler": role == "prefill",
         "cuda_graph_config": graphs,
         "kv_cache_config": {
+            "enable_block_reuse": False,
             "free_gpu_memory_fraction": config.free_gpu_memory_fraction,
             "tokens_per_block": block,
             "dtype": "fp8" if config.kv_cache_quant_algo == "FP8" else "auto",

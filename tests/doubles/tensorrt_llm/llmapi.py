@@ -1,7 +1,8 @@
-"""Arguments of the LLM class, as models that refuse a key they don't know."""
+"""Arguments of the LLM class, as models that refuse a key they don't know; and the class, which computes by trtpd."""
 
 from __future__ import annotations
 
+import importlib
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
@@ -59,3 +60,16 @@ _BaseLlmArgs = _model(
     "BaseLlmArgs", kv_cache_config=KvCacheConfig | None, cache_transceiver_config=CacheTransceiverConfig | None
 )
 TorchLlmArgs = _model("TorchLlmArgs", base=_BaseLlmArgs, cuda_graph_config=CudaGraphConfig | None)
+
+
+def __getattr__(name: str) -> Any:
+    """What needs more than this file, when it is asked for."""
+    homes = {
+        "LLM": "_llm",
+        "RequestOutput": "_llm",
+        "SamplingParams": "sampling_params",
+        "DisaggregatedParams": "disaggregated_params",
+    }
+    if name not in homes:
+        raise AttributeError(name)
+    return getattr(importlib.import_module(f"tensorrt_llm.{homes[name]}"), name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from trtpd_testing.router_rig import Rig, decode, mixed, only, prefill
 
-from trtpd.runtime.core.events import Drain, Finish, Refuse, Submit
+from trtpd.runtime.core.events import Drain, Finish, Refuse, Submit, Tick
 from trtpd.runtime.core.policy import Policy
 
 
@@ -42,15 +42,23 @@ def test_without_any_instance_requests_are_refused_at_once() -> None:
     assert only(Rig().arrive(), Refuse).code == "no_instance"
 
 
-def test_after_the_last_instance_went_requests_queue_for_a_while_and_are_then_refused() -> None:
+def test_after_the_last_instance_went_requests_queue_for_a_while_and_are_served_if_one_comes_back() -> None:
     rig = Rig(mixed(), policy=Policy(no_instance_grace_s=10.0))
     rig.now_s += 1000.0
     rig.lost("m0")
     rig.now_s += 9.0
     assert rig.arrive(1) == []
-    rig.now_s += 2.0
-    assert only(rig.arrive(2), Refuse).code == "no_instance"
     assert only(rig.hello("m0", "2"), Submit).request_id == 1
+
+
+def test_after_the_grace_what_waits_and_what_comes_is_told_that_nothing_serves_it() -> None:
+    rig = Rig(mixed(), policy=Policy(no_instance_grace_s=10.0))
+    rig.arrive(1)
+    rig.lost("m0")
+    rig.now_s += 10.2
+    finish = only(rig.tell(Tick()), Finish)
+    assert (finish.request_id, finish.state, finish.reason) == (1, "failed", "no_instance")
+    assert only(rig.arrive(2), Refuse).code == "no_instance"
 
 
 def test_a_deployment_that_drains_takes_nothing_new_after_the_grace() -> None:

@@ -91,7 +91,7 @@ def test_a_client_that_leaves_has_everyone_told_and_credits_kept_until_drained(
 
 @pytest.mark.parametrize(("reach", "told"), STAGES, ids=lambda value: getattr(value, "__name__", ""))
 def test_nothing_outlives_its_deadline(reach: Callable[[Rig], None], told: list[Command]) -> None:
-    rig = Rig(prefill(), decode())
+    rig = Rig(prefill(), decode(), policy=Policy(no_instance_grace_s=1000.0))
     reach(rig)
     rig.now_s = 161.0
     said = rig.tell(Tick())
@@ -121,10 +121,10 @@ def test_one_wake_up_is_asked_for_however_many_requests_have_deadlines() -> None
     for request_id in range(1, 101):
         rig.arrive(request_id, deadline_s=200.0 + request_id)
         wakes += [command.at_s for command in rig.said if isinstance(command, WakeAt)]
-    assert wakes == [201.0]
+    assert wakes == [100.25]
     rig.now_s = 201.0
     rig.tell(Tick())
-    assert [command.at_s for command in rig.said if isinstance(command, WakeAt)] == [202.0]
+    assert [command.at_s for command in rig.said if isinstance(command, WakeAt)] == [201.25]
 
 
 def test_a_tick_that_comes_a_hair_early_is_asked_for_again() -> None:

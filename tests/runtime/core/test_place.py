@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from trtpd_testing.router_rig import (
     Rig,
     begun,
     decode,
     done,
+    drained,
     mixed,
     offered,
     only,
@@ -25,11 +25,14 @@ from trtpd_testing.router_rig import (
 from trtpd.errors import InputError
 from trtpd.perf.simulated_worker import WorkerSpec
 from trtpd.runtime.core import place
-from trtpd.runtime.core.cluster import Cluster, Hold
-from trtpd.runtime.core.events import Arrived, Load, Pull, Submit
+from trtpd.runtime.core.cluster import Cluster
+from trtpd.runtime.core.events import Arrived, InstanceEvent, LinkDown, Load, Pull, Step, Submit, Tokens
+from trtpd.runtime.core.instance import Hold
+from trtpd.runtime.core.links import Links
+from trtpd.runtime.core.place import Rules
 from trtpd.runtime.core.policy import Policy
 from trtpd.runtime.core.requests import Request
-from trtpd.runtime.core.score import Weights
+from trtpd.runtime.core.score import Weights, Work
 
 
 def test_load_counts_when_it_is_sent_and_not_when_it_is_reported() -> None:
@@ -67,6 +70,14 @@ def test_builds_are_never_paired_across() -> None:
     rig = Rig(prefill(fingerprint="a"), decode(fingerprint="b"))
     submit = only(rig.arrive(), Submit)
     assert submit.kind == "context_and_generation"
+
+
+def test_an_engine_that_moves_its_kv_itself_is_paired_with_its_like_only() -> None:
+    rig = Rig(prefill(transports=("opaque",)), decode("d0", transports=("shm",)))
+    assert only(rig.arrive(1), Submit).kind == "context_and_generation"
+    rig = Rig(prefill(transports=("opaque",)), decode("d0", transports=("shm",)), decode("d1", transports=("opaque",)))
+    rig.arrive(1)
+    assert only(rig.step("p0", offered()), Pull).instance == "d1"
 
 
 def test_a_pair_and_a_mixed_instance_compete_by_score() -> None:
@@ -122,7 +133,9 @@ def test_an_offer_that_waits_takes_room_before_any_new_request() -> None:
     assert (pull.request_id, pull.instance) == (1, other)
 
 
-@pytest.mark.parametrize("name", ["ttft_s", "kv_s", "batch_s", "fallback_s"])
+@pytest.mark.parametrize(
+    "name", ["ttft_s", "tpot_s", "kv_s", "batch_s", "transfer_s", "disturb_s", "fallback_s", "prefix_s"]
+)
 def test_a_negative_weight_is_refused(name: str) -> None:
     with pytest.raises(InputError, match=name):
         Weights(**{name: -0.1})
@@ -132,6 +145,66 @@ def test_a_negative_weight_is_refused(name: str) -> None:
 def test_a_policy_that_makes_no_sense_is_refused(name: str, value: Any) -> None:
     with pytest.raises(InputError, match=name):
         Policy(**{name: value})
+
+
+def test_a_node_that_looks_idle_because_its_sessions_are_long_is_not_taken_for_idle() -> None:
+    rig = Rig(prefill(), decode("d0", max_batch=64), decode("d1", max_batch=64))
+    for request_id in range(1, 200):
+        to_decoding_somewhere(rig, request_id, out=4)
+        rig.step(*ended(rig, request_id))
+    rig.tell(LinkDown(source="p0", sink="d1"))
+    to_decoding_somewhere(rig, 301, out=900)
+    rig.tell(LinkDown(source="p0", sink="d0"))
+    rig.now_s += 5.1
+    assert only(rig.arrive(302, out=4), Submit).instance == "p0"
+    timeline = rig.core.timeline(302)
+    assert timeline is not None
+    assert timeline.attempts[0].decode == "d1"
+
+
+def to_decoding_somewhere(rig: Rig, request_id: int, *, out: int) -> None:
+    rig.arrive(request_id, out=out)
+    rig.step("p0", offered(request_id), sealed(request_id))
+    timeline = rig.core.timeline(request_id)
+    assert timeline is not None
+    rig.step(str(timeline.attempts[0].decode), begun(request_id), done(request_id))
+    rig.step("p0", drained(request_id))
+
+
+def ended(rig: Rig, request_id: int) -> tuple[str, Tokens]:
+    timeline = rig.core.timeline(request_id)
+    assert timeline is not None
+    return str(timeline.attempts[0].decode), tokens(1, 3, request_id=request_id, finish="length")
+
+
+def test_a_prompt_goes_where_its_beginning_is_cached_but_not_behind_a_longer_queue() -> None:
+    rig = Rig(prefill("p0"), prefill("p1"), decode(kv_blocks=10_000))
+    hashes = tuple(range(1, 17))
+    first = only(rig.arrive(1, prompt=520, block_hashes=hashes), Submit).instance
+    rig.tell(cached(rig, first, sealed(1, finish="stop"), drained(1)))
+    assert only(rig.arrive(2, prompt=530, block_hashes=hashes), Submit).instance == first
+    other = {"p0": "p1", "p1": "p0"}[first]
+    assert only(rig.arrive(3, prompt=540, block_hashes=hashes), Submit).instance == other
+
+
+def cached(rig: Rig, name: str, *events: InstanceEvent) -> Step:
+    load = Load(kv_blocks_free=rig.specs[name].kv_blocks, cached_blocks=16)
+    return Step(instance=name, generation=rig.generations[name], events=events, load=load)
+
+
+def test_a_short_prompt_stays_on_decode_where_moving_costs_more_than_it_saves() -> None:
+    local = Policy(local_tokens=64, handoff_s=0.01)
+    assert only(Rig(prefill(), decode(), policy=local).arrive(prompt=20), Submit).instance == "d0"
+    assert only(Rig(prefill(), decode(), policy=local).arrive(prompt=100), Submit).instance == "p0"
+    assert only(Rig(prefill(), decode()).arrive(prompt=20), Submit).instance == "p0"
+
+
+def test_a_place_on_the_same_host_is_preferred_for_a_hand_off() -> None:
+    rig = Rig(prefill(host="a"), decode("d0", host="b"), decode("d1", host="a"))
+    rig.arrive(prompt=200)
+    timeline = rig.core.timeline(1)
+    assert timeline is not None
+    assert timeline.attempts[0].decode == "d1"
 
 
 instances = st.lists(
@@ -149,6 +222,7 @@ instances = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(specs=instances, data=st.data(), prompt=st.integers(1, 200), out=st.integers(1, 100))
 def test_every_choice_is_feasible(specs: list[WorkerSpec], data: st.DataObject, prompt: int, out: int) -> None:
     cluster = Cluster()
@@ -157,9 +231,12 @@ def test_every_choice_is_feasible(specs: list[WorkerSpec], data: st.DataObject, 
         blocks = data.draw(st.integers(0, spec.kv_blocks))
         cluster.reserve(instance, Hold(instance=spec.name, request_id=number, attempt=1, side="local", blocks=blocks))
         cluster.report(instance, Load(kv_blocks_free=data.draw(st.integers(0, spec.kv_blocks))))
-        instance.draining = data.draw(st.booleans())
+        if data.draw(st.booleans()):
+            cluster.drain(instance)
     request = Request(Arrived(request_id=99, prompt_tokens=prompt, max_tokens=out, deadline_s=9.0), "m", 0.0)
-    choice = place.choose(request, cluster, weights=Weights(), placed_per_batch=2.0, now_s=0.0, rng=random.Random(0))
+    work = Work(prompt_tokens=prompt, total_tokens=prompt + out, left_tokens=out / 2, tpot_s=None, hits={})
+    rules = Rules(weights=Weights(), links=Links(0.003))
+    choice = place.choose(request, cluster, work=work, rules=rules)
     if not isinstance(choice, place.Choice):
         return
     source, sink = choice.prefill, choice.decode

@@ -14,7 +14,16 @@ from trtpd.runtime.core.policy import Policy
 
 NAMES = ("p0", "p1", "d0", "d1", "m0")
 ROLES = {"p": "prefill", "d": "decode", "m": "mixed"}
-POLICY = Policy(queue_limit=20, retry_budget=3, quarantine_s=2.0, overtake=2, timelines_kept=4)
+POLICY = Policy(
+    queue_limit=20,
+    retry_budget=3,
+    quarantine_s=2.0,
+    overtake=2,
+    timelines_kept=4,
+    queue_s=30.0,
+    tenant_weights={"a": 2.0},
+    local_tokens=8,
+)
 
 names = st.sampled_from(NAMES)
 picks = st.integers(0, 999)
@@ -51,9 +60,25 @@ class RouterMachine(RuleBasedStateMachine):
         most=st.integers(0, 12),
         output=st.integers(1, 12),
         timeout_s=st.sampled_from([0.5, 5.0, 60.0, 60.0]),
+        whose=st.sampled_from(["", "a", "b"]),
+        priority=st.sampled_from([0, 0, -1, 1]),
+        target_s=st.sampled_from([None, None, 0.5, 3.0]),
     )
-    def arrive(self, prompt: int, most: int, output: int, timeout_s: float) -> None:
-        self.fleet.arrive(prompt, most, output, timeout_s=timeout_s)
+    def arrive(
+        self, prompt: int, most: int, output: int, timeout_s: float, whose: str, priority: int, target_s: float | None
+    ) -> None:
+        hashes = tuple(range(1, prompt // 4 + 1))
+        self.fleet.arrive(
+            prompt,
+            most,
+            output,
+            timeout_s=timeout_s,
+            tenant=whose,
+            priority=priority,
+            ttft_s=target_s,
+            tpot_s=target_s,
+            block_hashes=hashes,
+        )
 
     @rule(count=st.integers(1, 4))
     def arrive_well(self, count: int) -> None:
@@ -107,9 +132,14 @@ class RouterMachine(RuleBasedStateMachine):
         """A death, the news of one (true or false), a restart, a second registration."""
         getattr(self.fleet, what)(self.peer(name))
 
-    @rule(name=names, sink=names, drain=st.booleans())
-    def close_down(self, name: str, sink: str, drain: bool) -> None:
-        self.fleet.tell(Drain(instance=name) if drain else LinkDown(source=name, sink=sink))
+    @rule(name=names, sink=names, what=st.sampled_from(["drain", "move", "link"]))
+    def close_down(self, name: str, sink: str, what: str) -> None:
+        link = LinkDown(source=name, sink=sink)
+        self.fleet.tell(link if what == "link" else Drain(instance=name, move=what == "move"))
+
+    @rule(name=names, factor=st.sampled_from([0.2, 1.0, 8.0]))
+    def slow_down(self, name: str, factor: float) -> None:
+        self.fleet.slowness[self.peer(name)] = factor
 
     @rule(pick=picks)
     def stale_answer(self, pick: int) -> None:
@@ -158,7 +188,7 @@ def run(examples: int, steps: int) -> None:
 
 
 def test_whatever_happens_nothing_is_lost_doubled_or_left_behind() -> None:
-    run(examples=80, steps=40)
+    run(examples=60, steps=40)
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from trtpd.runtime.engine.base import (
     PrefillDone,
     RequestKind,
     Sampling,
+    SelfMovingEngine,
     StepReport,
 )
 
@@ -88,7 +89,8 @@ class Driver:
         return what.key
 
     def step(self) -> StepReport:
-        report = self.engine.poll(0.0)
+        """One poll; an engine that steps in threads of its own is given a little time."""
+        report = self.engine.poll(0.0 if self.engine.kv is not None else 0.05)
         self.engine.check_integrity()
         for event in report.events:
             key = (event.request_id, event.attempt)
@@ -147,15 +149,21 @@ def copy_blocks(source: Driver, blocks: list[int], sink: Driver, into: list[int]
 
 
 def hand_over(source: Driver, sink: Driver, what: EngineRequest) -> list[int]:
-    """Prefill on one engine, blocks copied by hand, the rest on the other; the whole output."""
+    """Prefill on one engine, the rest on another; the whole output. Where engines don't move their KV themselves its
+    blocks are copied by hand."""
     done = source.prefill(replace(what, kind=CONTEXT_ONLY))
     if done.finish is not None:
         return [done.token]
+    rest = replace(what, kind=GENERATION_ONLY, first_token=done.token)
+    if isinstance(source.engine, SelfMovingEngine):
+        output = sink.run(replace(rest, hand_off=source.engine.hand_off_of(what.key)))
+        source.engine.release(what.key)
+        source.finish(what.key)
+        return [done.token, *output]
     reserved = sink.kv.reserve(what.key, len(what.prompt_ids), peak_tokens=len(what.prompt_ids) + what.max_tokens)
     assert reserved is not None
     theirs = blocks_of(source, what.key)
     copy_blocks(source, theirs, sink, list(reserved[: len(theirs)]))
     source.engine.release(what.key)
     source.finish(what.key)
-    rest = sink.run(replace(what, kind=GENERATION_ONLY, first_token=done.token))
-    return [done.token, *rest]
+    return [done.token, *sink.run(rest)]

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from tests.runtime.engine.conformance import EngineConformance, MakeEngine
+from tests.runtime.engine.conformance import MakeEngine
 from tests.runtime.engine.driver import GREEDY, SEEDED, Driver, prompt, request
+from tests.runtime.engine.paged_conformance import PagedConformance
+from tests.runtime.engine.serving_conformance import ServingConformance
 from tests.runtime.engine.test_conformance import Stock
 from trtpd_testing.groups import Groups
 
@@ -18,7 +20,7 @@ def stock(groups: Groups) -> Iterator[Stock]:
     stock.close()
 
 
-class TestGroup(EngineConformance):
+class TestGroup(PagedConformance, ServingConformance):
     @pytest.fixture
     def make_engine(self, stock: Stock) -> Iterator[MakeEngine]:
         yield stock.make

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from trtpd.build.manifest import Architecture
+from trtpd.build.manifest import Architecture, Llama3Scaling
 
 F64 = npt.NDArray[np.float64]
 
@@ -35,6 +35,7 @@ def inverse_frequencies(arch: Architecture) -> list[float]:
         frequency = arch.rope_theta ** (-2 * pair / arch.head_dim)
         scaling = arch.rope_scaling
         if scaling is not None:
+            assert isinstance(scaling, Llama3Scaling)
             turns = scaling.original_max_position_embeddings * frequency / (2 * math.pi)
             if turns < scaling.low_freq_factor:
                 frequency /= scaling.factor

@@ -7,7 +7,14 @@ from collections.abc import Callable, Iterator
 import pytest
 from msgspec.structs import replace
 from tests.runtime.engine import tiny
-from tests.runtime.engine.conformance import EngineConformance, MakeEngine
+from tests.runtime.engine.conformance import MakeEngine
+from tests.runtime.engine.paged_conformance import PagedConformance
+from tests.runtime.engine.serving_conformance import (
+    PreemptionConformance,
+    PrefixCacheConformance,
+    SamplingConformance,
+    ServingConformance,
+)
 
 from trtpd.build.manifest import RoleProfile
 from trtpd.errors import EngineError
@@ -24,7 +31,7 @@ class Stock:
         self._idle: list[tuple[RoleProfile, Engine]] = []
         self._used: list[tuple[RoleProfile, Engine]] = []
 
-    def make(self, **overrides: int) -> Engine:
+    def make(self, **overrides: float | None) -> Engine:
         profile = replace(tiny.PROFILE, **overrides)
         fitting = [entry for entry in self._idle if entry[0] == profile]
         entry = fitting[0] if fitting else (profile, self._load(profile))
@@ -35,7 +42,8 @@ class Stock:
     def take_back(self) -> None:
         for entry in self._used:
             try:
-                clean = entry[1].poll(0.0).load.kv_blocks_free == entry[1].limits.kv_blocks
+                load = entry[1].poll(0.0).load
+                clean = load.kv_blocks_free == entry[1].limits.kv_blocks and not load.cached_blocks
             except EngineError:
                 clean = False
             if clean:
@@ -76,21 +84,44 @@ def openvino_ranks_stock(tmp_path_factory) -> Iterator[Stock]:
     stock.close()
 
 
-class TestOpenVINO(EngineConformance):
+class TestOpenVINO(PagedConformance):
     @pytest.fixture
     def make_engine(self, openvino_stock: Stock) -> Iterator[MakeEngine]:
         yield openvino_stock.make
         openvino_stock.take_back()
 
 
-class TestEmulated(EngineConformance):
+class TestEmulated(PagedConformance, ServingConformance):
     @pytest.fixture
     def make_engine(self, emulated_stock: Stock) -> Iterator[MakeEngine]:
         yield emulated_stock.make
         emulated_stock.take_back()
 
 
-class TestOpenVINOOfTwoRanks(EngineConformance):
+class TestOpenVINOOfTwoRanks(PagedConformance):
+    @pytest.fixture
+    def make_engine(self, openvino_ranks_stock: Stock) -> Iterator[MakeEngine]:
+        yield openvino_ranks_stock.make
+        openvino_ranks_stock.take_back()
+
+
+class TestServingOfOpenVINO(SamplingConformance, PrefixCacheConformance):
+    @pytest.fixture
+    def make_engine(self, openvino_stock: Stock) -> Iterator[MakeEngine]:
+        yield openvino_stock.make
+        openvino_stock.take_back()
+
+
+@pytest.mark.slow
+class TestPreemptionOfOpenVINO(PreemptionConformance):
+    @pytest.fixture
+    def make_engine(self, openvino_stock: Stock) -> Iterator[MakeEngine]:
+        yield openvino_stock.make
+        openvino_stock.take_back()
+
+
+@pytest.mark.slow
+class TestServingOfTwoRanks(ServingConformance):
     @pytest.fixture
     def make_engine(self, openvino_ranks_stock: Stock) -> Iterator[MakeEngine]:
         yield openvino_ranks_stock.make

@@ -14,7 +14,7 @@ from trtpd.build.sharding import shard_of
 from trtpd.kv_transfer.pool import SharedPool
 from trtpd.runtime.engine.base import Sampling
 from trtpd.runtime.engine.executor import DrawAt, Piece
-from trtpd.runtime.engine.graph import build_llama
+from trtpd.runtime.engine.graph import build_decoder
 from trtpd.runtime.engine.openvino import OpenVINOPart
 from trtpd.runtime.engine.ov import compile_for_cpu
 from trtpd.runtime.engine.rope import F32, frequencies
@@ -25,16 +25,20 @@ IDS = [int(token) for token in np.random.default_rng(1).integers(0, 199, 75)]
 DRAW = DrawAt(sampling=Sampling(), index=0)
 
 
-def logits_of(arch: Architecture, directory: Path, name: str, steps: list[list[Piece]]) -> list[F32]:
+def logits_of(
+    arch: Architecture, directory: Path, name: str, steps: list[list[Piece]], *, widen: bool = False
+) -> list[F32]:
     """The logits of each step's sample rows."""
     openvino = import_openvino()
     settings = tiny.config(arch)
     shard = shard_of(arch, settings.layout, 0)
     with Weights(directory, arch, shard) as weights:
-        model = build_llama(openvino, arch, weights, shard, kv_dtype="f32", positions=settings.max_seq_tokens)
-    compiled = compile_for_cpu(openvino, model, threads=1, kv_dtype="f32")
+        model = build_decoder(
+            openvino, arch, weights, shard, kv_dtype="f32", positions=settings.max_seq_tokens, widen=widen
+        )
+        compiled = compile_for_cpu(openvino, model, threads=1, kv_dtype="f32")
     pool = SharedPool.create(f"graph-{name}", settings.layout, 8, generation="g")
-    part = OpenVINOPart(openvino, compiled, pool, settings, width=arch.vocab_size)
+    part = OpenVINOPart(openvino, compiled, pool, settings, width=arch.vocab_size, weights=weights)
     try:
         found = []
         for pieces in steps:
@@ -66,13 +70,13 @@ def test_f32_logits_are_those_of_the_reference(tied, rope_scaling, head_dim, tmp
     np.testing.assert_allclose(np.concatenate(found), expected[[49, 74]], atol=2e-4)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "int8"])
-@pytest.mark.parametrize("tied", [True, False])
-def test_narrow_weights_are_computed_with_at_their_stored_values(precision: Precision, tied, tmp_path):
+@pytest.mark.parametrize("precision", ["bf16", "f16", "int8"])
+@pytest.mark.parametrize(("tied", "widen"), [(True, False), (False, False), (True, True)])
+def test_narrow_weights_are_computed_with_at_their_stored_values(precision: Precision, tied, widen, tmp_path):
     arch = tiny.architecture(tied=tied)
     tensors = tiny.stored(tiny.weights(arch), precision)
     tiny.save(tmp_path, tensors)
-    found = logits_of(arch, tmp_path, precision, whole(IDS, (1, 2, 4)))
+    found = logits_of(arch, tmp_path, precision, whole(IDS, (1, 2, 4)), widen=widen)
     expected = reference.logits(arch, tiny.read_back(tensors), IDS)[[49, 74]]
     # Some CPUs round activations to int8 as well, this one does not.
     np.testing.assert_allclose(np.concatenate(found), expected, atol=0.05 * expected.std())

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from trtpd.errors import EngineError
 from trtpd.runtime.core.events import Rejected
 from trtpd.runtime.engine import openvino as engine_module
 from trtpd.runtime.engine import ov, selftest
+from trtpd.runtime.engine.graph import Paging
 from trtpd.runtime.engine.step_inputs import StepInputs
 
 ARCH = tiny.architecture()
@@ -93,13 +95,25 @@ def test_a_kv_type_the_cpu_lacks_is_refused(directory):
 
 def test_the_self_test_notices_kv_the_cpu_gets_wrong():
     openvino = import_openvino()
-    shape = {"heads": 4, "kv_heads": 2, "head_dim": 16, "threads": 1}
-    selftest.check_paged_attention(openvino, kv_dtype="f32", **shape)
+    shape: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 16, "threads": 1}
+    selftest.check_paged_attention(openvino, kv_dtype="f32", windowed=True, **shape)
     if "BF16" in ov.cpu_capabilities(openvino):
         selftest.check_paged_attention(openvino, kv_dtype="bf16", **shape)
     else:
         with pytest.raises(EngineError, match="kv_dtype f32"):
             selftest.check_paged_attention(openvino, kv_dtype="bf16", **shape)
+
+
+def test_the_self_test_notices_a_window_that_is_off_by_one(monkeypatch):
+    shape: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 16, "threads": 1}
+    attend = Paging.attend
+
+    def one_more(self, *inputs, window=None):
+        return attend(self, *inputs, window=None if window is None else window + 1)
+
+    monkeypatch.setattr(Paging, "attend", one_more)
+    with pytest.raises(EngineError, match="in a window of 40 tokens"):
+        selftest.check_paged_attention(import_openvino(), kv_dtype="f32", windowed=True, **shape)
 
 
 @pytest.mark.parametrize(
@@ -130,8 +144,8 @@ def test_a_missing_a_truncated_and_a_wrong_weights_file_are_named(directory):
     assert name in refusal()
     save_file(good | {name: np.zeros((3, 64), np.float32)}, path)
     assert "[3, 64]" in refusal()
-    save_file(good | {name: good[name].astype(np.float16)}, path)
-    assert "float16" in refusal()
+    save_file(good | {name: good[name].astype(np.float64)}, path)
+    assert "F64" in refusal()
     path.write_bytes(path.read_bytes()[:1000])
     assert weights_file(0) in refusal()
     path.unlink()
@@ -141,7 +155,7 @@ def test_a_missing_a_truncated_and_a_wrong_weights_file_are_named(directory):
 def test_bf16_must_be_declared_as_such(directory):
     tensors = tiny.stored(tiny.weights(ARCH), "bf16")
     save_file(tensors, directory / weights_file(0), metadata={"bf16_as_u16": json.dumps([])})
-    with pytest.raises(EngineError, match="uint16, expected f32 or bf16"):
+    with pytest.raises(EngineError, match="U16, expected F32"):
         tiny.load_openvino(settings(), directory)
 
 
@@ -153,7 +167,7 @@ def test_an_untied_model_needs_its_head(directory):
         tiny.load_openvino(settings(), directory)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "int8"])
+@pytest.mark.parametrize("precision", ["bf16", "f16", "int8"])
 def test_narrow_builds_serve(precision, tmp_path):
     tiny.save(tmp_path, tiny.stored(tiny.weights(ARCH), precision))
     engine = tiny.load_openvino(tiny.config(ARCH, precision=precision), tmp_path)

@@ -6,8 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from msgspec.structs import replace
+from tests.runtime.engine.sampling_reference import reference_token
 
 from trtpd.runtime.engine.base import Sampling
+from trtpd.runtime.engine.penalties import History
 from trtpd.runtime.engine.sampling import Logits, draw, log_softmax_at, uniform
 
 FINITE = st.floats(-30, 30, width=32)
@@ -19,6 +21,26 @@ SAMPLINGS = st.builds(
     seed=st.integers(-(2**63), 2**64 - 1),
     log_probs=st.booleans(),
 )
+
+
+TOKEN = st.integers(0, 39)
+EVERYTHING = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 5.0]),
+    top_k=st.sampled_from([0, 0, 1, 3, 1000]),
+    top_p=st.sampled_from([0.1, 0.5, 0.95, 1.0, 1.0]),
+    min_p=st.sampled_from([0.0, 0.0, 0.05, 0.9]),
+    seed=st.integers(-(2**63), 2**64 - 1),
+    end_ids=st.lists(TOKEN, max_size=3).map(tuple),
+    repetition_penalty=st.sampled_from([1.0, 0.5, 1.7]),
+    presence_penalty=st.sampled_from([0.0, -1.0, 2.5]),
+    frequency_penalty=st.sampled_from([0.0, -0.5, 1.25]),
+    prompt_ignore_length=st.integers(0, 12),
+    logit_bias=st.lists(st.tuples(TOKEN, st.sampled_from([-100.0, -1.5, 3.0])), max_size=4).map(tuple),
+    bad_words=st.lists(st.lists(TOKEN, min_size=1, max_size=3).map(tuple), max_size=5).map(tuple),
+    min_tokens=st.integers(0, 6),
+)
+SEQUENCES = st.tuples(st.lists(TOKEN, min_size=1, max_size=12), st.lists(TOKEN, max_size=8))
 
 
 def logits(rows: int, vocabulary: int) -> st.SearchStrategy[Logits]:
@@ -56,6 +78,45 @@ def test_a_drawn_token_is_one_that_top_k_and_top_p_leave(row, sampling, index):
     mass = np.cumsum(weights[order])
     kept = order[: int(np.searchsorted(mass, sampling.top_p * mass[-1] * (1 + 1e-9))) + 1]
     assert token in kept
+
+
+@given(logits(3, 40), st.lists(EVERYTHING, min_size=3, max_size=3), st.lists(SEQUENCES, min_size=3, max_size=3))
+def test_a_batch_with_every_setting_is_drawn_as_a_plain_reference_draws_each_row(rows, samplings, sequences):
+    whole = [prompt + answer for prompt, answer in sequences]
+    indexes = [len(answer) for _, answer in sequences]
+    histories = [
+        History(ids, prompt_tokens=len(prompt), sampling=sampling)
+        for ids, (prompt, _), sampling in zip(whole, sequences, samplings, strict=True)
+    ]
+    drawn = [found.token for found in draw(rows, samplings, indexes, histories)]
+    assert drawn == [
+        reference_token(row.tolist(), sampling, len(answer), prompt + answer, len(prompt))
+        for row, sampling, (prompt, answer) in zip(rows, samplings, sequences, strict=True)
+    ]
+
+
+@given(SEQUENCES, st.integers(0, 30), st.integers(0, 20))
+def test_a_history_counts_the_same_however_it_grew(sequence, ignored, seen):
+    prompt, answer = sequence
+    sampling = Sampling(presence_penalty=1.0, prompt_ignore_length=ignored)
+    grown = [*prompt, *answer][: max(seen, 1)]
+    history = History(grown, prompt_tokens=len(prompt), sampling=sampling)
+    history.counts()
+    grown.extend([*prompt, *answer][len(grown) :])
+    tokens, counts = history.counts()
+    assert sorted(tokens.tolist()) == sorted(set(grown))
+    counted = grown[min(ignored, len(prompt)) :]
+    assert dict(zip(tokens.tolist(), counts.tolist(), strict=True)) == {t: counted.count(t) for t in set(grown)}
+
+
+def test_the_likeliest_tokens_are_told_of_equals_the_lower_first_and_of_the_models_own_distribution():
+    row = np.array([[1.0, 3.0, 3.0, 0.0, 2.0]], np.float32)
+    sampling = Sampling(temperature=2.0, top_k=1, top_log_probs=3, logit_bias=((3, 50.0),))
+    found = draw(row, [sampling], [0])[0]
+    assert (found.token, found.log_prob) == (3, None)
+    assert [token for token, _ in found.top] == [1, 2, 4]
+    expected = row[0] - np.logaddexp.reduce(row[0].astype(np.float64))
+    np.testing.assert_allclose([value for _, value in found.top], expected[[1, 2, 4]], atol=1e-6)
 
 
 def test_the_likeliest_token_is_drawn_without_temperature_the_lowest_id_of_equals():

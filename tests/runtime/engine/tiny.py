@@ -13,7 +13,7 @@ import numpy.typing as npt
 from safetensors.numpy import save_file
 
 from trtpd.build.backends.openvino import quantise, stored_part, weights_file
-from trtpd.build.manifest import Architecture, EngineConfig, Precision, RoleProfile, RopeScaling
+from trtpd.build.manifest import Architecture, EngineConfig, Llama3Scaling, Precision, RoleProfile, RopeScaling
 from trtpd.build.sharding import shard_of
 from trtpd.kv_transfer.layout import KVDtype, KVLayout
 from trtpd.runtime.engine import emulated, openvino
@@ -21,7 +21,7 @@ from trtpd.runtime.engine.ranks import LocalRanks
 from trtpd.runtime.engine.shell import ScheduledEngine
 
 F32 = npt.NDArray[np.float32]
-LLAMA3 = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+LLAMA3 = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
 PROFILE = RoleProfile(max_step_tokens=64, chunk_tokens=32, max_batch=4, kv_blocks=24, threads=1)
 
 _names = count()
@@ -79,6 +79,8 @@ def stored(values: dict[str, F32], precision: Precision) -> dict[str, npt.NDArra
     for name, tensor in values.items():
         if tensor.ndim == 1:
             out[name] = tensor
+        elif precision == "f16":
+            out[name] = tensor.astype(np.float16)
         elif precision == "bf16" or name == "model.embed_tokens.weight":
             out[name] = (tensor.view(np.uint32) >> 16).astype(np.uint16)
         else:
@@ -101,7 +103,7 @@ def read_back(tensors: dict[str, npt.NDArray[np.generic]]) -> dict[str, F32]:
             out[name] = (tensor.astype(np.uint32) << 16).view(np.float32)
         elif tensor.dtype == np.int8:
             out[name] = tensor.astype(np.float32) * tensors[f"{name}.scale"].astype(np.float32)
-        elif tensor.dtype == np.float32 and not name.endswith(".scale"):
+        elif tensor.dtype == np.float16 or (tensor.dtype == np.float32 and not name.endswith(".scale")):
             out[name] = tensor.astype(np.float32)
     return out
 

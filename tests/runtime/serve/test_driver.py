@@ -189,6 +189,71 @@ def test_a_stop_string_ends_the_answer_and_the_work_for_it(bench):
     assert bench.link.expect(CancelWork)[1].request_id == work.request.request_id
 
 
+def test_further_answers_begin_with_the_first_token_of_the_first_and_go_their_own_ways(bench):
+    sinks = [CollectSink() for _ in range(3)]
+    prepared = [
+        Prepared(
+            prompt_ids=PROMPT,
+            max_tokens=8,
+            sampling=Sampling(seed=seed),
+            deadline_s=60.0,
+            block_hashes=(1, 2),
+            reuse=True,
+        )
+        for seed in (1, 2, 3)
+    ]
+    bench.driver.submit_all(prepared, sinks, stream=True)
+    _, first = bench.link.expect(SubmitWork)
+    assert bench.driver.status()["requests_in_flight"] == 1
+    bench.say("a", first, b"a")
+    others = [bench.link.expect(SubmitWork)[1] for _ in range(2)]
+    assert [work.request.sampling.seed for work in (first, *others)] == [1, 2, 3]
+    assert all(work.request.reuse and work.deadline_in_s <= 60.0 for work in (first, *others))
+    bench.say("a", others[0], b"bbb", finish="stop")
+    bench.say("a", first, b"a", after=1, finish="stop")
+    bench.say("a", others[1], b"c", finish="stop")
+    assert [ended(sink).text for sink in sinks] == ["aa", "bbb", "c"]
+
+
+def test_if_the_first_answer_fails_the_others_end_with_it(bench):
+    bench.link.refuse = True
+    sinks = [CollectSink() for _ in range(2)]
+    prepared = Prepared(prompt_ids=PROMPT, max_tokens=8, sampling=Sampling(), deadline_s=60.0)
+    bench.driver.submit_all([prepared] * 2, sinks, stream=True)
+    first, second = map(ended, sinks)
+    assert first.end.failure.status == "INVALID_ARG"
+    assert second.end.cancelled
+
+
+def test_a_stop_string_is_not_looked_for_before_the_least_number_of_tokens(bench):
+    sink = bench.submit(stops=("END",), sampling=Sampling(min_tokens=9))
+    _, work = bench.link.expect(SubmitWork)
+    bench.say("a", work, b"text END and END or not")
+    outcome = ended(sink)
+    assert (outcome.text, bytes(outcome.ids)) == ("text END and ", b"text END and END")
+
+
+def test_the_likeliest_tokens_go_out_with_theirs_and_cached_tokens_with_the_end(bench):
+    sink = bench.submit()
+    _, work = bench.link.expect(SubmitWork)
+    event = core.Tokens(
+        request_id=work.request.request_id,
+        attempt=work.request.attempt,
+        first_index=0,
+        ids=(65, 66),
+        top_log_probs=(((65, -0.1), (66, -0.9)), ((66, -0.2), (65, -2.0))),
+        cached_tokens=5,
+        finish="stop",
+    )
+    preempted = core.Preempted(request_id=work.request.request_id, attempt=work.request.attempt)
+    load = core.Load(kv_blocks_free=60)
+    bench.link.tell(core.Step(instance="a", generation="a-g1", events=(preempted, event), load=load))
+    outcome = ended(sink)
+    assert outcome.top_log_probs == [((65, -0.1), (66, -0.9)), ((66, -0.2), (65, -2.0))]
+    assert outcome.end.cached_tokens == 5
+    assert '"cached_tokens":5,"preemptions":1' in outcome.end.timeline
+
+
 def test_a_stop_string_in_the_last_token_allowed_ends_the_answer_as_a_stop(bench):
     sink = bench.submit(stops=("END",), max_tokens=8)
     _, work = bench.link.expect(SubmitWork)

@@ -4,7 +4,10 @@ from collections import defaultdict
 
 import pytest
 
+from trtpd.perf.simulated_worker import WorkerSpec
+from trtpd.runtime.core.events import Arrived
 from trtpd.runtime.core.lifecycle import AttemptRecord, Instant, Timeline
+from trtpd.runtime.core.router import RouterCore
 from trtpd.runtime.serve.metrics import Metrics
 from trtpd.runtime.serve.timeline import report
 
@@ -72,18 +75,14 @@ def test_goodput_counts_finished_requests_inside_all_their_targets(state, ttft_s
     assert judged == {("trtpd_requests_judged_total", ("inside", inside)): 1}
 
 
-def view_of(**changes):
-    view = {"name": "a", "generation": "g1", "kv_blocks_free": 5, "running": 1}
-    return view | {"strangers": 0, "stalled": 0, "refused": 0} | changes
-
-
 def test_strangers_at_a_data_port_are_counted_across_restarts_of_the_instance():
-    recorder = Recorder()
+    recorder, core = Recorder(), RouterCore()
     metrics = Metrics(recorder, "m")
-    lives = (("g1", 0), ("g1", 2), ("g1", 2), ("g2", 1), ("g2", 4))
-    for generation, strangers in lives:
-        view = view_of(generation=generation, strangers=strangers)
-        metrics.gauges({"requests": {}, "queued": 0, "instances": [view]}, up=["a"])
+    core.handle(1.0, WorkerSpec(name="a", role="mixed").hello("1"))
+    (view,) = core.snapshot()["instances"]
+    for generation, strangers in (("1", 0), ("1", 2), ("1", 2), ("2", 1), ("2", 4)):
+        now = view | {"generation": generation, "strangers": strangers}
+        metrics.gauges(core.snapshot() | {"instances": [now]}, up=["a"])
     metrics.flush()
     assert [value for key, value in recorder.sums.items() if key[0] == "trtpd_data_plane_visits_total"] == [6]
 
@@ -91,10 +90,24 @@ def test_strangers_at_a_data_port_are_counted_across_restarts_of_the_instance():
 def test_a_gauge_goes_out_only_when_it_changed():
     recorder = Recorder()
     metrics = Metrics(recorder, "m")
-    view = view_of()
+    core = RouterCore()
+    core.handle(1.0, WorkerSpec(name="a", role="mixed").hello("1"))
     for _ in range(3):
-        metrics.gauges({"requests": {"decoding": 2}, "queued": 0, "instances": [view]}, up=["a"])
+        metrics.gauges(core.snapshot() | {"requests": {"decoding": 2}}, up=["a"])
         metrics.flush()
     assert recorder.gauges["trtpd_requests_in_flight",] == 2
     assert recorder.gauges["trtpd_instance_up", ("instance", "a")] == 1
     assert recorder.sets == len(recorder.gauges)
+
+
+def test_what_the_router_counts_goes_out_once_as_it_grows():
+    recorder = Recorder()
+    metrics = Metrics(recorder, "m")
+    core = RouterCore()
+    core.handle(1.0, WorkerSpec(name="a", role="mixed").hello("1"))
+    for request_id in range(3):
+        core.handle(1.0, Arrived(request_id=request_id, prompt_tokens=8, max_tokens=8, deadline_s=9.0))
+        metrics.gauges(core.snapshot(), up=["a"])
+        metrics.gauges(core.snapshot(), up=["a"])
+    metrics.flush()
+    assert recorder.sums["trtpd_placements_total", ("reason", "mixed")] == 3

@@ -21,7 +21,7 @@ LIMITS = ModelLimits(max_seq_tokens=64, vocab_size=100, end_ids=(2,))
 def tensors(**values):
     made = {}
     for name, value in values.items():
-        if isinstance(value, bytes | str | list):
+        if isinstance(value, bytes | str) or (isinstance(value, list) and isinstance(value[0], bytes | str)):
             items = value if isinstance(value, list) else [value]
             made[name] = np.array([[i.encode() if isinstance(i, str) else i for i in items]], dtype=np.object_)
         else:
@@ -90,7 +90,8 @@ def test_end_id_replaces_the_models_own_and_minus_one_means_none():
         ({"end_id": 100}, "end_id is 100"),
         ({"deadline_ms": 0.0}, "deadline_ms is 0"),
         ({"ttft_ms": float("inf")}, "ttft_ms is inf"),
-        ({"priority": 1}, "priority is not supported yet"),
+        ({"priority": 9}, "priority is 9; it must lie between -8 and 8"),
+        ({"tenant": "x" * 65}, "tenant has 65 characters"),
         ({"messages": "[]"}, "text_input and messages"),
         ({"temperature": np.array([0.1, 0.2])}, "temperature holds 2 values"),
     ],
@@ -115,6 +116,12 @@ def test_an_input_not_honoured_is_refused_by_name_and_its_neutral_value_taken(na
         asked(**{name: odd})
     for neutral in NEUTRAL[name]:
         asked(**{name: neutral})
+
+
+def test_priority_and_tenant_are_taken_and_may_be_left_out():
+    assert (asked().priority, asked().tenant) == (0, "")
+    taken = asked(priority=-2, tenant="gold")
+    assert (taken.priority, taken.tenant) == (-2, "gold")
 
 
 def test_an_unknown_name_is_refused_with_the_nearest_known_one():

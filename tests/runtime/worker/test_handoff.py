@@ -93,6 +93,55 @@ def slow_pair():
     made.stop()
 
 
+@pytest.fixture
+def caching_pair():
+    """20 ms a decode step, and prefixes are shared."""
+    made = Pair(prefix_cache=True, decode_step_ms=20.0)
+    yield made
+    made.stop()
+
+
+def test_what_both_sides_have_of_a_prompt_is_neither_computed_nor_moved_again(caching_pair):
+    router, answers = caching_pair.router, []
+    for number in (1, 2, 3):
+        request = make_request(number, PROMPT, max_tokens=6)
+        router.start(request)
+        router.until(lambda key=request.key: router.finished(key))
+        answers.append(router.answer(request.key))
+    assert answers[0] == answers[1] == answers[2]
+    offers, moves = ([router.of((n, 1), kind)[0] for n in (1, 2, 3)] for kind in (core.Offered, core.TransferDone))
+    assert [offer.cached_tokens for offer in offers] == [0, 68, 68]  # 17 of 18 blocks of 4
+    assert [move.present_tokens for move in moves] == [0, 68, 68]
+    assert moves[1].bytes_moved * 18 == moves[0].bytes_moved
+    router.until(caching_pair.settled)
+
+
+def test_a_pull_that_is_cancelled_leaves_shared_blocks_to_those_that_use_them(caching_pair):
+    router = caching_pair.router
+    first = make_request(1, PROMPT, max_tokens=30)
+    router.start(first)
+    router.until(lambda: bool(router.of(first.key, core.TransferDone)))
+    second = make_request(2, PROMPT, max_tokens=30)
+    router.start(second)
+    router.until(lambda: bool(router.of(second.key, core.TransferBegun)))
+    router.cancel("decode_0", second.key)
+    router.until(lambda: router.finished(first.key))
+    assert router.answer(first.key) == whole(caching_pair, 3, max_tokens=30)
+
+
+def test_measurements_of_one_stage_stay_out_of_the_prefix_cache(caching_pair):
+    router = caching_pair.router
+    with caching_pair.local("prefill_0") as local, caching_pair.local("decode_0") as decode:
+        for _ in range(2):
+            assert local.prefill(PROMPT, timeout_s=20.0, cancelled=lambda: False) is not None
+        list(decode.decode(kv_tokens=70, max_tokens=2, timeout_s=20.0, cancelled=lambda: False))
+        assert local.status().load.cached_blocks == decode.status().load.cached_blocks == 0
+    request = make_request(1, (0,) * 70, max_tokens=4)
+    router.start(request)
+    router.until(lambda: router.finished(request.key))
+    assert router.of(request.key, core.TransferDone)[0].present_tokens == 0
+
+
 def whole(pair: Pair, request_id: int, **changes) -> list[int]:
     """The answer of one engine that does it all."""
     kind = RequestKind.CONTEXT_AND_GENERATION

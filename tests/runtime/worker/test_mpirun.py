@@ -47,6 +47,18 @@ def test_sums_have_one_order_whatever_their_size(hosts):
     assert ("coll_tuned_use_dynamic_rules", "1") in pairs(command(hosts=hosts))
 
 
+def test_open_mpi_4_knows_shared_memory_by_its_older_name():
+    words = group_command(Mpi(mpirun=MPI.mpirun, version="4.1.7"), "python", [], ranks=2, folder=FOLDER, environment={})
+    assert ("btl", "self,vader") in pairs(words)
+    assert ("btl_vader_backing_directory", str(FOLDER)) in pairs(words)
+
+
+def test_ranks_on_other_hosts_get_the_transports_that_were_chosen():
+    environment = {"UCX_TLS": "rc", "NCCL_P2P_LEVEL": "PXB", "UCXTLS": "x", "TRTLLM_X": "1", "HOME": "/root"}
+    words = command(hosts=["a", "b"], environment=environment)
+    assert [name for flag, name in pairs(words) if flag == "-x"] == ["NCCL_P2P_LEVEL", "TRTLLM_X", "UCX_TLS"]
+
+
 def test_hosts_come_from_a_file_or_a_list_and_get_what_python_needs():
     environment = {"PATH": "/bin", "PYTHONPATH": "/src", "SECRET": "x"}
     words = command(hosts="/cluster/hosts", environment=environment)
@@ -72,6 +84,12 @@ def test_the_environment_is_that_of_no_other_mpi_job():
     made = group_environment(base, FOLDER)
     assert {"OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PRTE_X"}.isdisjoint(made)
     assert (made["OMPI_MCA_btl_base_verbose"], made["HOME"], made["TMPDIR"]) == ("9", "/h", str(FOLDER))
+
+
+def test_only_a_group_over_hosts_is_part_of_a_slurm_job():
+    base = {"SLURM_JOB_ID": "7", "SLURM_NODELIST": "a,b"}
+    assert base.keys().isdisjoint(group_environment(base, FOLDER))
+    assert base.keys() <= group_environment(base, FOLDER, hosts=["a", "b"]).keys()
 
 
 def test_the_mpirun_found_belongs_to_the_library_that_is_loaded():

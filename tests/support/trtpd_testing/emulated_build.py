@@ -23,7 +23,9 @@ LAYOUT = KVLayout(num_layers=2, kv_heads=2, head_dim=8, tokens_per_block=4, dtyp
 VOCAB = 1000
 
 
-def engine_config(role: RoleName, *, kv_blocks: int = 64, tp: int = 1, **costs: float) -> EngineConfig:
+def engine_config(
+    role: RoleName, *, kv_blocks: int = 64, tp: int = 1, prefix_cache: bool = False, **costs: float
+) -> EngineConfig:
     """An emulated engine of 256 tokens at most, in chunks of 16; `costs` as in StepCosts, else nearly none."""
     return EngineConfig(
         format=FORMAT,
@@ -46,7 +48,14 @@ def engine_config(role: RoleName, *, kv_blocks: int = 64, tp: int = 1, **costs: 
             tie_word_embeddings=True,
         ),
         layout=replace(LAYOUT, tp=tp),
-        profile=RoleProfile(max_step_tokens=32, chunk_tokens=16, max_batch=8, kv_blocks=kv_blocks, threads=1),
+        profile=RoleProfile(
+            max_step_tokens=32,
+            chunk_tokens=16,
+            max_batch=8,
+            kv_blocks=kv_blocks,
+            threads=1,
+            prefix_cache=prefix_cache,
+        ),
         max_seq_tokens=256,
         end_ids=(2,),
         fingerprint=f"toy-{role}",
@@ -64,12 +73,14 @@ def write_build(
     lease_s: float = 5.0,
     path: str = "auto",
     tp: Mapping[RoleName, int] | None = None,
+    prefix_cache: bool = False,
     **costs: float,
 ) -> Path:
     """A build with one instance per role, named ROLE_0, of `tp` ranks (else one), whose KV moves by `path`."""
     entries: dict[str, RoleEntry] = {}
     for role in roles:
-        config = engine_config(role, kv_blocks=kv_blocks, tp=(tp or {}).get(role, 1), **costs)
+        size = (tp or {}).get(role, 1)
+        config = engine_config(role, kv_blocks=kv_blocks, tp=size, prefix_cache=prefix_cache, **costs)
         (folder / role).mkdir(parents=True)
         write_json(folder / role / "config.json", config)
         entries[role] = RoleEntry(

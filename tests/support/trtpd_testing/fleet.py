@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 from trtpd.perf.outcome import Outcome
 from trtpd.perf.simulated_worker import Running, SimulatedWorker, Truth, WorkerSpec, true_token
@@ -53,6 +54,7 @@ class Fleet:
         self.stopped: set[int] = set()
         self.past: list[Step] = []
         self.wakes: list[float] = []
+        self.slowness: dict[str, float] = {}
         for name in self.peers:
             self.start(name)
 
@@ -77,7 +79,7 @@ class Fleet:
                 assert command.at_s >= self.now_s
                 self.wakes.append(command.at_s)
 
-    def arrive(self, prompt_tokens: int, max_tokens: int, output_tokens: int, *, timeout_s: float) -> None:
+    def arrive(self, prompt_tokens: int, max_tokens: int, output_tokens: int, *, timeout_s: float, **more: Any) -> None:
         request_id = len(self.truths)
         self.truths[request_id] = Truth(
             request_id=request_id,
@@ -92,6 +94,7 @@ class Fleet:
                 prompt_tokens=prompt_tokens,
                 max_tokens=max_tokens,
                 deadline_s=self.now_s + timeout_s,
+                **more,
             )
         )
 
@@ -136,10 +139,11 @@ class Fleet:
             peer.known_up = True
             self.tell(peer.spec.hello(peer.worker.generation))
 
-    def report(self, name: str, events: Sequence[InstanceEvent]) -> None:
+    def report(self, name: str, events: Sequence[InstanceEvent], *, step_tokens: int = 0) -> None:
         peer = self.peers[name]
         if events and peer.worker is not None:
-            load = peer.worker.load()
+            step_s = 0.05 * self.slowness.get(name, 1.0) if step_tokens else 0.0
+            load = peer.worker.load(step_s=step_s, step_tokens=step_tokens)
             peer.to_router.append(
                 Step(instance=name, generation=peer.worker.generation, events=tuple(events), load=load)
             )
@@ -165,7 +169,7 @@ class Fleet:
         plan, offers = worker.begin()
         self.report(name, offers)
         if plan is not None:
-            self.report(name, worker.finish(plan))
+            self.report(name, worker.finish(plan), step_tokens=plan.tokens)
 
     def pulling(self) -> list[tuple[str, Running]]:
         return self._in_phase("pulling")

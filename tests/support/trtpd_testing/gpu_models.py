@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import safetensors
 
-from trtpd.build.checkpoint import expected_shapes
-from trtpd.build.families import ALL_FAMILIES, FAMILIES
+from trtpd.build.families import CONVERTED, FAMILIES
 from trtpd.build.hf_config import architecture_from_config
+from trtpd.build.shapes import expected_shapes
 from trtpd.build.tensors import TensorSpec, write_tensors
 from trtpd_testing.tiny import stored
 
@@ -80,7 +80,7 @@ def write_random_model(
         (folder / name).write_text("{}")
     rng = np.random.default_rng(seed)
     architecture = architecture_from_config(
-        json.loads((folder / "config.json").read_text()), folder / "config.json", ALL_FAMILIES
+        json.loads((folder / "config.json").read_text()), folder / "config.json", CONVERTED
     )
     arrays = {
         name: stored(rng.standard_normal(shape).astype(np.float32), dtype)

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from msgspec.structs import replace
 
 from trtpd.build.manifest import RoleProfile, read_engine_config
@@ -27,6 +26,7 @@ from trtpd.runtime.worker.mpirun import find_mpi, group_command, group_environme
 
 ROOT = Path(__file__).resolve().parents[3]
 NUMBERS = ("max_step_tokens", "chunk_tokens", "max_batch", "kv_blocks", "threads")
+"""What ranks other than the first know of a profile: the rest is the scheduler's, which is on rank 0."""
 
 
 class Groups:
@@ -43,7 +43,7 @@ class Groups:
         """An engine of all ranks."""
         numbers = np.array([getattr(profile, name) for name in NUMBERS], np.int32)
         self.control.tell(numbers, tokens=0)
-        engine: Engine = self._make(numbers, "load")
+        engine: Engine = self._make(profile, "load")
         return engine
 
     def load_alone(self) -> Engine:
@@ -58,12 +58,12 @@ class Groups:
         """Until rank 0 dismisses the others."""
         numbers = np.zeros(len(NUMBERS), np.int32)
         while self.control.told(numbers) is not None:
-            threading.Thread(target=self._follow, args=(self._make(numbers, "join"),), daemon=True).start()
+            profile = RoleProfile(**dict(zip(NUMBERS, numbers.tolist(), strict=True)))
+            threading.Thread(target=self._follow, args=(self._make(profile, "join"),), daemon=True).start()
 
-    def _make(self, numbers: npt.NDArray[np.int32], how: str) -> Any:
+    def _make(self, profile: RoleProfile, how: str) -> Any:
         self.control.gather(np.zeros((1, 1)), [1] * self.control.size)
         directory = self._folder / str(self.control.size)
-        profile = RoleProfile(**dict(zip(NUMBERS, numbers.tolist(), strict=True)))
         return getattr(self._module, how)(
             replace(read_engine_config(directory), profile=profile),
             directory,

@@ -39,7 +39,7 @@ def orphans_in_shm() -> set[str]:
 
 @dataclass
 class Answer:
-    """One streamed answer, whole."""
+    """One streamed answer, whole. With several of them `others` has each one's ids and reason, by its number."""
 
     text: str = ""
     ids: list[int] = field(default_factory=list)
@@ -48,6 +48,9 @@ class Answer:
     timeline: dict = field(default_factory=dict)
     error: str | None = None
     responses: int = 0
+    top_log_probs: list[tuple[int, float]] = field(default_factory=list)
+    cached_tokens: int | None = None
+    others: dict[int, tuple[list[int], list[str]]] = field(default_factory=dict)
 
 
 @dataclass
@@ -155,8 +158,11 @@ def _tensor(name: str, value: object) -> triton.InferInput:
     elif isinstance(value, bytes | str):
         data = value.encode() if isinstance(value, str) else value
         array, kind = np.array([[data]], object), "BYTES"
-    elif isinstance(value, list):
+    elif isinstance(value, list) and isinstance(value[0], str):
         array, kind = np.array([[v.encode() for v in value]], object), "BYTES"
+    elif isinstance(value, list):
+        numbers = isinstance(value[0], float)
+        array, kind = np.array([value], np.float32 if numbers else np.int32), "FP32" if numbers else "INT32"
     elif isinstance(value, float):
         array, kind = np.array([[value]], np.float32), "FP32"
     elif name in ("seed", "random_seed"):
@@ -226,7 +232,15 @@ def _add(answer: Answer, result: object) -> None:
         answer.text += texts[0].decode()
     answer.ids += read("output_ids")
     answer.log_probs += read("output_log_probs")
-    if reasons := [value.decode() for value in read("finish_reason") if value]:
+    answer.top_log_probs += list(zip(read("top_log_prob_ids"), read("top_log_probs"), strict=True))
+    reasons = [value.decode() for value in read("finish_reason") if value]
+    for number in read("sequence_index"):
+        ids, ended = answer.others.setdefault(number, ([], []))
+        ids += read("output_ids")
+        ended += reasons
+    if cached := read("cached_tokens"):
+        answer.cached_tokens = cached[0]
+    if reasons:
         answer.finish_reason = reasons[0]
     if timelines := [value for value in read("timeline") if value]:
         answer.timeline = json.loads(timelines[0])

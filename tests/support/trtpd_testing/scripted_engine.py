@@ -29,12 +29,15 @@ class ScriptedKV:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.reserved: dict[Key, int] = {}
+        self.present = 0
 
     @property
     def blocks_free(self) -> int:
         return self.num_blocks - sum(self.reserved.values())
 
-    def reserve(self, key: Key, tokens: int, *, peak_tokens: int | None = None) -> tuple[int, ...] | None:
+    def reserve(
+        self, key: Key, tokens: int, *, peak_tokens: int | None = None, prompt_ids: Sequence[int] = ()
+    ) -> tuple[int, ...] | None:
         if key in self.reserved:
             raise InternalError(f"{key} has blocks already")
         count = LAYOUT.blocks_for(tokens + 1)
@@ -42,6 +45,9 @@ class ScriptedKV:
             return None
         self.reserved[key] = count
         return tuple(range(count))
+
+    def present_blocks(self, key: Key) -> int:
+        return self.present
 
     def free(self, key: Key) -> None:
         self.reserved.pop(key, None)
@@ -175,13 +181,15 @@ class ScriptedSink:
         self.chunks: list[Chunk] = []
         self.seals: list[Seal] = []
         self.refusal: Exception | None = None
+        self.present = 0
         self._results: list[PullResult] = []
 
     def handshake(self, offer: Offer) -> None: ...
 
-    def begin(self, offer: Offer, blocks: Sequence[int]) -> None:
+    def begin(self, offer: Offer, blocks: Sequence[int], *, present: int = 0) -> None:
         if self.refusal is not None:
             raise self.refusal
+        self.present = present
         self.pulling[(offer.request_id, offer.attempt)] = blocks
 
     def ready(self, chunk: Chunk) -> None:

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from trtpd.build.checkpoint import expected_shapes
 from trtpd.build.hf_config import architecture_from_config
 from trtpd.build.machine import Machine
+from trtpd.build.shapes import expected_shapes
 from trtpd.build.tensors import TensorSpec, bf16_bits, write_tensors
+from trtpd_testing import families
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -75,3 +76,17 @@ def write_model(folder: Path, *, dtype: str = "F32", seed: int = 0, **changes: A
     (folder / "tokenizer_config.json").write_text("{}")
     write_weights_file(folder / "model.safetensors", random_weights(CONFIG, seed), dtype)
     return folder
+
+
+def write_family(folder: Path, family: str, *, dtype: str = "F32", **changes: Any) -> Path:
+    """A Hugging Face folder of a family's tiny model, but for a tokenizer; `changes` go into its config.json."""
+    folder.mkdir()
+    config = families.CONFIGS[family] | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    write_weights_file(folder / "model.safetensors", family_weights(family), dtype)
+    return folder
+
+
+def family_weights(family: str) -> Weights:
+    shapes = expected_shapes(architecture_from_config(families.CONFIGS[family], Path("config.json")))
+    return {name: families.weight(family, name, shape) for name, shape in shapes.items()}

@@ -1,0 +1,119 @@
+"""When requests arrive: instants of a given mean rate and shape. Seeded; knows nothing of requests.
+
+    even            equal gaps
+    poisson         independent arrivals
+    gamma:CV        gaps with a coefficient of variation: above 1 burstier than Poisson, below 1 steadier
+    bursts:ON,OFF   Poisson for ON seconds, then nothing for OFF seconds
+    ramp:A,B        Poisson whose rate goes evenly from A to B (in relation to each other)
+
+The mean rate is what was asked for whatever the shape: bursts are denser where they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from trtpd.errors import InputError
+
+Instants = npt.NDArray[np.float64]
+Maker = Callable[[int, float, np.random.Generator, tuple[float, ...]], Instants]
+
+
+def _even(count: int, rate: float, rng: np.random.Generator, numbers: tuple[float, ...]) -> Instants:
+    return np.arange(count, dtype=np.float64) / rate
+
+
+def _poisson(count: int, rate: float, rng: np.random.Generator, numbers: tuple[float, ...]) -> Instants:
+    return np.cumsum(rng.exponential(1.0 / rate, count))
+
+
+def _gamma(count: int, rate: float, rng: np.random.Generator, numbers: tuple[float, ...]) -> Instants:
+    shape = 1.0 / numbers[0] ** 2
+    return np.asarray(np.cumsum(rng.gamma(shape, 1.0 / (rate * shape), count)), dtype=np.float64)
+
+
+def _bursts(count: int, rate: float, rng: np.random.Generator, numbers: tuple[float, ...]) -> Instants:
+    on_s, off_s = numbers
+    busy_s = _poisson(count, rate * (on_s + off_s) / on_s, rng, ())
+    bursts = np.floor(busy_s / on_s)
+    return np.asarray(bursts * (on_s + off_s) + (busy_s - bursts * on_s), dtype=np.float64)
+
+
+def _ramp(count: int, rate: float, rng: np.random.Generator, numbers: tuple[float, ...]) -> Instants:
+    """Unit-rate arrivals sent through the inverse of the expected count, which is quadratic in time while the ramp
+    lasts and linear behind it."""
+    first, last = (2.0 * rate * number / sum(numbers) for number in numbers)
+    length_s = count / rate
+    expected = np.cumsum(rng.exponential(1.0, count))
+    slope = (last - first) / length_s
+    within = np.minimum(expected, count)
+    if abs(slope) * length_s < 1e-9 * rate:
+        instants = within / first
+    else:
+        # The form of the root that does not cancel for small slopes.
+        instants = 2.0 * within / (first + np.sqrt(np.maximum(first * first + 2.0 * slope * within, 0.0)))
+    behind = np.maximum(expected - count, 0.0) / max(last, 0.01 * rate)
+    return np.asarray(instants + behind, dtype=np.float64)
+
+
+SHAPES: dict[str, tuple[Maker, tuple[str, ...]]] = {
+    "even": (_even, ()),
+    "poisson": (_poisson, ()),
+    "gamma": (_gamma, ("CV",)),
+    "bursts": (_bursts, ("ON", "OFF")),
+    "ramp": (_ramp, ("A", "B")),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrivals:
+    """A shape and its numbers; `parse` reads one from text, `str` writes it."""
+
+    shape: str = "poisson"
+    numbers: tuple[float, ...] = ()
+
+    def instants(self, count: int, rate: float, rng: np.random.Generator) -> Instants:
+        """`count` ascending instants in seconds from 0 on, `rate` a second on average. Raises InputError for a rate
+        that is not above 0."""
+        if not (math.isfinite(rate) and rate > 0.0):
+            raise InputError(f"the rate is {rate:g} requests/s; it must be above 0")
+        maker, _ = SHAPES[self.shape]
+        return maker(count, rate, rng, self.numbers)
+
+    def __str__(self) -> str:
+        return self.shape + (":" + ",".join(f"{number:g}" for number in self.numbers) if self.numbers else "")
+
+
+def parse(text: str) -> Arrivals:
+    """Raises InputError naming the shapes there are."""
+    shape, _, rest = text.partition(":")
+    if shape not in SHAPES:
+        raise InputError(f"arrivals {text!r}: there is no shape {shape!r}; choose {_choices()}")
+    names = SHAPES[shape][1]
+    try:
+        numbers = tuple(float(number) for number in rest.split(",")) if rest else ()
+    except ValueError as error:
+        raise InputError(f"arrivals {text!r}: {rest!r} is not numbers; write {_form(shape)}") from error
+    if len(numbers) != len(names):
+        raise InputError(f"arrivals {text!r}: {shape} takes {len(names)} numbers; write {_form(shape)}")
+    for name, number in zip(names, numbers, strict=True):
+        may_be_zero = name in ("OFF", "A", "B")
+        if not (math.isfinite(number) and (number > 0.0 or (number == 0.0 and may_be_zero))):
+            raise InputError(f"arrivals {text!r}: {name} is {number:g}; it must be {'0 or ' * may_be_zero}above 0")
+    if shape == "ramp" and sum(numbers) == 0.0:
+        raise InputError(f"arrivals {text!r}: A and B are both 0; one of them must be above 0")
+    return Arrivals(shape=shape, numbers=numbers)
+
+
+def _form(shape: str) -> str:
+    names = SHAPES[shape][1]
+    return shape + (":" + ",".join(names) if names else "")
+
+
+def _choices() -> str:
+    return ", ".join(_form(shape) for shape in SHAPES)

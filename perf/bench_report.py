@@ -1,0 +1,304 @@
+"""A benchmark as lines for a terminal and as a page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trtpd.perf import plots
+from trtpd.perf.bench import Measured, Result
+from trtpd.perf.environment import Environment
+from trtpd.perf.goodput import DEFINITIONS, Figures
+from trtpd.perf.records import Record, ServerTimes, save_records
+from trtpd.perf.report import (
+    NOTHING,
+    Page,
+    Section,
+    Table,
+    interval,
+    latency_table,
+    number,
+    percent,
+    requests_csv,
+    write_report,
+)
+from trtpd.perf.workload import save
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+STAGES: tuple[tuple[str, Callable[[ServerTimes], float | None]], ...] = (
+    ("queue", lambda times: times.queue_s),
+    ("prefill", lambda times: times.prefill_s),
+    ("transfer waited for", lambda times: times.exposed_s),
+)
+
+
+def lines(result: Result) -> list[str]:
+    """The figures that matter, for a terminal."""
+    figures, health = result.figures, result.health
+    ours = figures.goodput["trtpd"]
+    per_unit = ""
+    if figures.deployment is not None and ours.per_unit is not None:
+        per_unit = f", {number(ours.per_unit)} per {figures.deployment.unit} ({figures.deployment.units} in all)"
+    verdicts = ", ".join(f"{name} {count}" for name, count in figures.verdicts.items())
+    return [
+        f"goodput      {interval(ours.per_s, unit='requests/s')}{per_unit}; targets: {result.targets}",
+        f"attainment   {percent(ours.attainment)} of {figures.offered} offered at "
+        f"{number(figures.offered_per_s)} requests/s; completion {percent(figures.completion)}",
+        f"verdicts     {verdicts or NOTHING}",
+        *_latency_lines(figures),
+        f"tokens       {number(figures.output_tokens_per_s)}/s out, {number(figures.prompt_tokens_per_s)}/s in",
+        f"client       {health.cpu_share:.0%} of a core, late p99 {health.late_p99_s * 1e3:.1f} ms, "
+        f"seen late p99 {health.lag_p99_s * 1e3:.1f} ms",
+        f"CPU          {_cpu_line(result)}",
+        *(f"note         {remark}" for remark in result.remarks),
+    ]
+
+
+def _latency_lines(figures: Figures) -> list[str]:
+    named = (
+        ("TTFT", figures.ttft),
+        ("TPOT", figures.tpot),
+        ("ITL", figures.itl),
+        ("second token", figures.second_token),
+    )
+    return [
+        f"{name:<13}" + "  ".join(f"{q} {interval(one, 1e3)}" for q, one in (("p50", d.p50), ("p99", d.p99))) + " ms"
+        if d is not None
+        else f"{name:<13}{NOTHING}"
+        for name, d in named
+    ]
+
+
+def _cpu_line(result: Result) -> str:
+    wall_s = result.health.wall_s
+    return ", ".join(f"{name} {seconds / wall_s:.0%}" for name, seconds in result.cpu_s.items()) + " of a core"
+
+
+def write(folder: Path, measured: Measured, *, command: str) -> Path:
+    """Writes the report into `folder`; returns the page. Raises InputError."""
+    result, records = measured.result, measured.run.records
+    drawn = figures_of(measured)
+    page = Page(
+        title=f"trtpd bench: {result.workload}",
+        subtitle=f"{result.environment.made_at} · {result.environment.cpu}, {result.environment.cpus_usable} CPUs",
+        summary=lines(result)[:2],
+        remarks=result.remarks,
+        sections=sections(result, records, drawn),
+        command=f"{command}\n\n# the same requests, byte for byte:\n"
+        f"trtpd bench --workload {folder / 'workload.jsonl.gz'} ...",
+    )
+    written = write_report(folder, page, result, drawn, {"requests.csv": requests_csv(records, result.slo)})
+    save(measured.workload, folder / "workload.jsonl.gz")
+    save_records(folder / "records.jsonl.gz", measured.run.info, records)
+    return written
+
+
+def figures_of(measured: Measured) -> dict[str, Figure]:
+    """All plots, by name."""
+    result = measured.result
+    kept = [r for r in measured.run.records if r.scheduled_s >= result.figures.warm_up_s]
+    finished = [record for record in kept if record.state == "finished"]
+    drawn = {
+        "latency": plots.distributions(_curves(finished, result)),
+        "over_time": plots.run_over_time(_requests(measured), warm_up_s=result.figures.warm_up_s),
+    }
+    bars = stage_bars(finished)
+    if bars:
+        drawn["stages"] = plots.stacked("Queue, prefill, and what was waited for of the hand-off", bars, unit="ms")
+    scales = [(scale, share) for scale, share in result.attainment_over_scale if share is not None]
+    if scales:
+        x, y = zip(*scales, strict=True)
+        drawn["slo_scale"] = plots.lines(
+            "Attainment when all targets are scaled",
+            [plots.Line(name=result.workload, x=x, y=y)],
+            x_label="targets times",
+            y_label="share of offered requests served well",
+            share=True,
+            mark_x=1.0,
+        )
+    return drawn
+
+
+def _curves(finished: Sequence[Record], result: Result) -> list[plots.Curve]:
+    tpot_s, slo = result.slo.tpot_s, result.slo
+    ttft_s = slo.ttft_for(0) if slo.ttft_for(0) == slo.ttft_for(1 << 20) else None
+    gaps = [gap * 1e3 for record in finished for gap in record.gaps_s()]
+    return [
+        plots.Curve(title="TTFT", values=_ms(finished, lambda r: r.ttft_s), target=_scaled(ttft_s)),
+        plots.Curve(title="TPOT of a request", values=_ms(finished, lambda r: r.tpot_s), target=_scaled(tpot_s)),
+        plots.Curve(title="ITL: gap before each token", values=gaps),
+        plots.Curve(title="Gap behind the first token (hand-off)", values=_ms(finished, lambda r: r.second_token_s)),
+    ]
+
+
+def _scaled(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds * 1e3
+
+
+def _ms(records: Sequence[Record], read: Callable[[Record], float | None]) -> list[float]:
+    return [value * 1e3 for record in records if (value := read(record)) is not None]
+
+
+def _requests(measured: Measured) -> plots.Requests:
+    judge, slo = DEFINITIONS["trtpd"], measured.result.slo
+    records = measured.run.records
+    return plots.Requests(
+        due_s=[record.scheduled_s for record in records],
+        ended_s=[record.ended_s if record.ended_s is not None else record.scheduled_s for record in records],
+        ttft_s=[record.ttft_s for record in records],
+        verdict=[judge.verdict(record, slo).partition(":")[0] for record in records],
+    )
+
+
+def stage_bars(records: Sequence[Record]) -> dict[str, dict[str, float]]:
+    """Mean stage durations (ms) of all requests and of the slowest tenth by TTFT; empty where the server told none."""
+    told = [(record.ttft_s, record.server) for record in records if record.server is not None and record.ttft_s]
+    if not told:
+        return {}
+    slowest = sorted(told, key=lambda pair: -pair[0])[: max(1, len(told) // 10)]
+    bars: dict[str, dict[str, float]] = {}
+    for name, chosen in (("mean of all", told), ("mean of the slowest 10 %", slowest)):
+        bars[name] = {}
+        for stage, read in STAGES:
+            values = [value for _, server in chosen if (value := read(server)) is not None]
+            if values:
+                bars[name][stage] = 1e3 * sum(values) / len(values)
+    return bars
+
+
+def sections(result: Result, records: Sequence[Record], drawn: Mapping[str, object]) -> list[Section]:
+    figures = result.figures
+    found = [
+        Section(
+            heading="Goodput",
+            tables=[_goodput_table(figures)],
+            note="Requests due after the warm-up and until the last was due. Refused, failed, cancelled and unmeasured "
+            "ones were offered and count against goodput. In brackets: 95 % confidence, by resampling runs of "
+            "neighbouring requests.",
+        ),
+        Section(heading="What became of the requests", tables=[_verdict_table(figures)], plots=["over_time"]),
+        Section(
+            heading="Latency of those that finished",
+            paragraphs=[
+                "From the instant at which a request was due, not from when the client got round to sending it.",
+                f"p99 over p50 of the requests' TPOT: {number(figures.tpot_spread)}.",
+            ],
+            tables=[
+                latency_table(
+                    {
+                        "TTFT": figures.ttft,
+                        "second token": figures.second_token,
+                        "TPOT per request": figures.tpot,
+                        "ITL per token": figures.itl,
+                        "gap between responses": figures.response_gap,
+                        "whole answer": figures.total,
+                    }
+                )
+            ],
+            plots=["latency"],
+        ),
+    ]
+    if "stages" in drawn:
+        found.append(Section(heading="Stages", plots=["stages"], paragraphs=[_transfer_text(records)]))
+    if "slo_scale" in drawn:
+        found.append(Section(heading="Other targets", plots=["slo_scale"]))
+    found.append(_client_section(result))
+    found.append(Section(heading="Setting", tables=[setting_table(result.environment, _setting(result))]))
+    return found
+
+
+def _goodput_table(figures: Figures) -> Table:
+    unit = figures.deployment.unit if figures.deployment is not None else "unit"
+    rows = [
+        (
+            f"{name}: {DEFINITIONS[name].text}",
+            interval(one.per_s),
+            number(one.per_unit),
+            percent(one.attainment),
+        )
+        for name, one in figures.goodput.items()
+    ]
+    return Table(headings=("by the definition of", "requests/s", f"per {unit}", "of the offered"), rows=rows)
+
+
+def _verdict_table(figures: Figures) -> Table:
+    kinds = list(figures.kinds)
+    rows = [
+        (verdict, str(count), *(str(figures.kinds[kind].get(verdict, 0)) for kind in kinds))
+        for verdict, count in figures.verdicts.items()
+    ]
+    rows.append(("offered", str(figures.offered), *(str(sum(figures.kinds[kind].values())) for kind in kinds)))
+    return Table(headings=("", "all", *kinds), rows=rows)
+
+
+def _transfer_text(records: Sequence[Record]) -> str:
+    moved = [r.server for r in records if r.server is not None and r.server.transfer_bytes]
+    if not moved:
+        return "No KV was moved: the requests were served in one place."
+    total_s = sum(times.transfer_s or 0.0 for times in moved)
+    exposed_s = sum(times.exposed_s or 0.0 for times in moved)
+    prefill_s = sum(times.prefill_s or 0.0 for times in moved)
+    megabytes = sum(times.transfer_bytes for times in moved) / 1e6
+    return (
+        f"{len(moved)} hand-offs moved {number(megabytes, unit='MB')} in {number(total_s * 1e3, unit='ms')}, of which "
+        f"{number(exposed_s * 1e3, unit='ms')} were waited for: {exposed_s / prefill_s:.2%} of their prefill."
+        if prefill_s > 0
+        else f"{len(moved)} hand-offs moved {number(megabytes, unit='MB')}."
+    )
+
+
+def _client_section(result: Result) -> Section:
+    health = result.health
+    rows = [
+        ("sent late, p50 / p99 / largest", _three(health.late_p50_s, health.late_p99_s, health.late_largest_s)),
+        ("arrivals seen late, p99 / largest", _three(health.lag_p99_s, health.lag_largest_s)),
+        ("CPU, its event loop's", f"{health.cpu_share:.0%}, {health.loop_cpu_share:.0%} of a core"),
+        ("responses", f"{health.responses:,} in {health.wall_s:.1f} s"),
+    ]
+    cpu = [(name, number(seconds), f"{seconds / health.wall_s:.1%}") for name, seconds in result.cpu_s.items()]
+    return Section(
+        heading="The instrument, and CPU",
+        tables=[
+            Table(headings=("client", ""), rows=rows),
+            Table(headings=("process", "CPU s", "of a core"), rows=cpu),
+        ],
+    )
+
+
+def _three(*seconds: float) -> str:
+    return " / ".join(f"{one * 1e3:.2f}" for one in seconds) + " ms"
+
+
+def _setting(result: Result) -> list[tuple[str, str]]:
+    rows = [
+        ("workload", f"{result.workload}, seed {result.seed}; {'; '.join(result.notes)}"),
+        ("targets", result.targets),
+        ("prompt tokens served per asked", number(result.prompt_tokens_served_per_asked)),
+    ]
+    if result.server is not None:
+        rows += sorted(result.server.about.items())
+        rows.append(("instances", ", ".join(f"{n} ({i['role']})" for n, i in result.server.instances.items())))
+        rows.append(
+            ("counters of the run", ", ".join(f"{n} {v}" for n, v in result.server.counters.items()) or NOTHING)
+        )
+        rows += [("fault", fault) for fault in result.server.faults]
+    return rows
+
+
+def setting_table(environment: Environment, rows: Sequence[tuple[str, str]]) -> Table:
+    """`rows`, then where it was measured."""
+    packages = ", ".join(f"{name} {version}" for name, version in environment.packages.items())
+    return Table(
+        headings=("", ""),
+        rows=[
+            *rows,
+            ("CPU", f"{environment.cpu}; {environment.cpus_usable} of {environment.cpus} usable"),
+            ("memory", f"{environment.memory_gib:g} GiB"),
+            ("system", environment.system),
+            ("Python, packages", f"{environment.python}; {packages}"),
+            ("load average at the start", f"{environment.load_average:g}"),
+        ],
+    )

@@ -1,0 +1,140 @@
+"""The arms of a comparison: the same cores, weights and KV memory, put together in different ways.
+
+Made from a build: colocated (whole prompts), colocated with chunked prefill, disaggregated. Variants of an arm are what
+its tuning may choose from. An outside server can be an arm too, by its command.
+"""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trtpd.build.builder import build as make_build
+from trtpd.build.files import link_tree
+from trtpd.build.manifest import MANIFEST, Manifest, read_manifest
+from trtpd.build.spec import parse_spec
+from trtpd.errors import InputError
+
+COLOCATED = "colocated"
+CHUNKED = "colocated, chunked"
+SPLIT = "disaggregated"
+OUTSIDE = "outside"
+CHUNKS = (64, 128, 256, 512)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """One way to run an arm: its pools as a pipeline file would have them, or an outside server's command (with
+    {port} in it)."""
+
+    arm: str
+    label: str
+    pools: dict[str, dict[str, Any]]
+    command: str = ""
+
+    @property
+    def folder(self) -> str:
+        return "".join(c if c.isalnum() else "-" for c in f"{self.arm} {self.label}").strip("-")
+
+
+def cores_of(manifest: Manifest) -> tuple[int, ...]:
+    """All CPUs that the build's instances use."""
+    pools = _pools(manifest)
+    cores = sorted({int(core) for pool in pools.values() for core in pool.get("cores") or ()})
+    if not cores:
+        raise InputError("the build names no cores; build it with `cores` in its pools, so that arms can share them")
+    return tuple(cores)
+
+
+def variants(manifest: Manifest, *, chunks: Sequence[int] = CHUNKS, outside: str = "") -> dict[str, list[Variant]]:
+    """What each arm may be. Raises InputError for a build without prefill and decode, or on fewer than two cores."""
+    pools, cores = _pools(manifest), cores_of(manifest)
+    if not {"prefill", "decode"} <= pools.keys():
+        raise InputError(f"the build has {', '.join(pools)}; a comparison needs one with prefill and decode pools")
+    if len(cores) < 2:
+        raise InputError(f"the build uses {len(cores)} core; a comparison needs at least two to share out")
+    longest = int(_settings(manifest)["kv"]["max_seq_tokens"])
+    found = {
+        COLOCATED: [_mixed(COLOCATED, pools, cores, count, longest, None) for count in (1, len(cores))],
+        CHUNKED: [
+            _mixed(CHUNKED, pools, cores, count, longest, chunk)
+            for chunk in chunks
+            if chunk < longest
+            for count in (1, len(cores))
+        ],
+        SPLIT: [_split(pools, cores, prefill) for prefill in range(1, len(cores))],
+    }
+    if outside:
+        if "{port}" not in outside:
+            raise InputError(f"the outside server's command {outside!r} has no {{port}} in it")
+        found[OUTSIDE] = [Variant(arm=OUTSIDE, label=outside.split()[0].rsplit("/", 1)[-1], pools={}, command=outside)]
+    return found
+
+
+def _mixed(
+    arm: str, pools: dict[str, Any], cores: tuple[int, ...], instances: int, longest: int, chunk: int | None
+) -> Variant:
+    """`instances` that do both, sharing cores and the KV memory that the two pools had. Without a chunk a prompt is
+    computed in one step."""
+    memory = sum(pool["kv_tokens"] * pool["instances"] for pool in (pools["prefill"], pools["decode"]))
+    batch = max(1, pools["decode"]["max_batch"] * pools["decode"]["instances"] // instances)
+    pool = {
+        "instances": instances,
+        "cores": list(cores),
+        "threads": len(cores) // instances,
+        "max_batch": batch,
+        "chunk_tokens": chunk or longest,
+        "max_step_tokens": batch + (chunk or longest),
+        "kv_tokens": max(longest, memory // instances),
+    }
+    label = f"{instances} x {len(cores) // instances} threads" + (f", chunks of {chunk}" if chunk else "")
+    return Variant(arm=arm, label=label, pools={"mixed": pool})
+
+
+def _split(pools: dict[str, Any], cores: tuple[int, ...], prefill: int) -> Variant:
+    """The first cores prefill, the others decode; one instance each, all else as the build has it."""
+    shares = {"prefill": cores[:prefill], "decode": cores[prefill:]}
+    made = {}
+    for role, share in shares.items():
+        made[role] = copy.deepcopy(pools[role]) | {
+            "instances": 1,
+            "cores": list(share),
+            "threads": len(share),
+            "kv_tokens": pools[role]["kv_tokens"] * pools[role]["instances"],
+        }
+    label = f"{prefill} prefill : {len(cores) - prefill} decode"
+    return Variant(arm=SPLIT, label=label, pools=made)
+
+
+def build_variant(variant: Variant, build: Path, folder: Path) -> Path:
+    """A build of `variant` below `folder`, its weights linked from `build`; the one that is there if it is whole.
+
+    Raises TrtpdError as `trtpd build` does.
+    """
+    place = folder / variant.folder
+    if (place / ".whole").is_file():
+        return place
+    manifest = read_manifest(build)
+    settings = _settings(manifest) | {"pools": variant.pools}
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
+    for path in build.iterdir():  # its weights, for the new roles to be linked to
+        if path.is_dir():
+            link_tree(path, place / path.name)
+    shutil.copy2(build / MANIFEST, place / MANIFEST)
+    make_build(parse_spec(settings), place)
+    (place / ".whole").touch()
+    return place
+
+
+def _settings(manifest: Manifest) -> dict[str, Any]:
+    return copy.deepcopy(dict(manifest.settings))
+
+
+def _pools(manifest: Manifest) -> dict[str, Any]:
+    found: dict[str, Any] = _settings(manifest)["pools"]
+    return found

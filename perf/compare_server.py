@@ -1,0 +1,90 @@
+"""Starts an arm's server and takes it down again."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from trtpd.errors import ServeError
+from trtpd.perf.bench import Target
+
+READY_S = 180.0
+STOP_S = 60.0
+
+
+@contextmanager
+def serving(build: Path, log: Path) -> Iterator[Target]:
+    """`trtpd serve BUILD` on free ports. Raises ServeError, with the end of its log, if it does not come up."""
+    command = [sys.executable, "-P", "-m", "trtpd.cli", "serve", str(build)]
+    command += ["--http", "0", "--grpc", "0", "--metrics", "0", "--json"]
+    with log.open("w") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()  # empty once it has ended
+        ready = json.loads(line) if line.startswith("{") else {}
+        if "grpc" not in ready:
+            raise ServeError(f"{build} was not served: {ready.get('error') or log.read_text()[-500:]}")
+        yield Target(url=ready["grpc"])
+    finally:
+        _stop(process)
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+@contextmanager
+def outside(command: str, log: Path) -> Iterator[Target]:
+    """Another OpenAI server, by its command; {port} becomes a free one. Raises ServeError if it does not come up."""
+    port = _free_port()
+    words = [word.replace("{port}", str(port)) for word in shlex.split(command)]
+    with log.open("w") as errors:
+        try:
+            process = subprocess.Popen(words, stdout=errors, stderr=errors, start_new_session=True)
+        except OSError as error:
+            raise ServeError(f"{words[0]} can't be started ({error.strerror})") from error
+    root = f"http://127.0.0.1:{port}"
+    try:
+        _await_models(process, root, log)
+        yield Target(url=root, openai=True, model="")
+    finally:
+        _stop(process)
+
+
+def _await_models(process: subprocess.Popen[bytes], root: str, log: Path) -> None:
+    end_s = time.monotonic() + READY_S
+    while time.monotonic() < end_s:
+        if process.poll() is not None:
+            raise ServeError(f"the outside server ended ({process.returncode}): {log.read_text()[-500:]}")
+        try:
+            with urllib.request.urlopen(f"{root}/v1/models", timeout=2) as answer:
+                if answer.status == 200:
+                    return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.2)
+    raise ServeError(f"the outside server does not list its models at {root}/v1/models after {READY_S:g} s")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _stop(process: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

@@ -1,0 +1,58 @@
+"""Where a measurement was made: what a reader needs to judge it or to make it again."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import msgspec
+import psutil
+
+PACKAGES = ("trtpd", "openvino", "nvidia-pytriton", "tritonclient", "grpcio", "aiohttp", "numpy")
+
+
+class Environment(msgspec.Struct, frozen=True, kw_only=True):
+    """`load_average`: of the last minute when the run began; what else ran here is in it."""
+
+    made_at: str
+    cpu: str
+    cpus: int
+    cpus_usable: int
+    memory_gib: float
+    system: str
+    python: str
+    packages: dict[str, str]
+    load_average: float
+
+
+def this_environment() -> Environment:
+    """As it is now."""
+    return Environment(
+        made_at=time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        cpu=_cpu_name(),
+        cpus=os.cpu_count() or 1,
+        cpus_usable=len(os.sched_getaffinity(0)),
+        memory_gib=round(psutil.virtual_memory().total / (1 << 30), 1),
+        system=f"{platform.system()} {platform.release()}, {platform.machine()}",
+        python=platform.python_version(),
+        packages={name: found for name in PACKAGES if (found := _version(name))},
+        load_average=round(os.getloadavg()[0], 2),
+    )
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or "unknown"
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""

@@ -1,0 +1,191 @@
+"""The outside instrument: NVIDIA's perf_analyzer over gRPC streaming, its figures beside ours.
+
+Both ask the same requests of the same server at the same loads, in turn (so that a machine that drifts drifts for
+both). Each figure is the median of the runs' medians.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from trtpd.errors import ServeError
+from trtpd.perf.perf_analyzer_tool import Tool
+from trtpd.perf.prompt_text import Renderer
+from trtpd.perf.workload import Workload
+
+AGREE = 0.10
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """One of the two; `rate` is Poisson."""
+
+    concurrency: int | None = None
+    rate: float | None = None
+
+    def __str__(self) -> str:
+        return f"concurrency {self.concurrency}" if self.concurrency is not None else f"{self.rate:g} requests/s"
+
+    def flags(self) -> list[str]:
+        if self.concurrency is not None:
+            return ["--concurrency-range", str(self.concurrency)]
+        return ["--request-rate-range", f"{self.rate:g}", "--request-distribution", "poisson"]
+
+
+class Latencies(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one run, in seconds; ITL over all gaps between responses. None where nothing was measured."""
+
+    requests: int
+    ttft_p50_s: float | None
+    ttft_p99_s: float | None
+    itl_p50_s: float | None
+    itl_p99_s: float | None
+
+
+class Agreement(msgspec.Struct, frozen=True, kw_only=True):
+    """Both instruments at one load: medians over the runs, and ours over theirs."""
+
+    load: str
+    theirs: Latencies
+    ours: Latencies
+    ttft_ratio: float | None
+    itl_ratio: float | None
+
+    @property
+    def agrees(self) -> bool:
+        """Within AGREE on both medians, as far as both are known."""
+        ratios = [ratio for ratio in (self.ttft_ratio, self.itl_ratio) if ratio is not None]
+        return bool(ratios) and all(abs(ratio - 1.0) <= AGREE for ratio in ratios)
+
+
+def input_data(workload: Workload, model: str) -> bytes:
+    """perf_analyzer's --input-data: the workload's requests in order, tensors as `model` takes them."""
+    renderer = Renderer()
+    rows: list[dict[str, list[object]]] = []
+    for ask in workload.asks:
+        text: list[object] = [renderer.text(ask.segments)]
+        if model.startswith("prefill_"):
+            rows.append({"text_input": text})
+        elif model.startswith("decode_"):
+            rows.append({"kv_tokens": [ask.prompt_tokens], "max_tokens": [ask.max_tokens]})
+        else:
+            rows.append({"text_input": text, "max_tokens": [ask.max_tokens], "end_id": [-1], "stream": [True]})
+    return msgspec.json.encode({"data": rows})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Analyzer:
+    """Runs the tool against one model. Its files go into `folder`. `extra` are arguments of the user's own."""
+
+    tool: Tool
+    url: str
+    model: str
+    data: Path
+    folder: Path
+    timeout_s: float = 600.0
+    extra: Sequence[str] = field(default_factory=tuple)
+
+    def command(self, load: Load, requests: int, export: Path) -> list[str]:
+        """One load, a given number of requests, no hunt for stability: ours can't do that either."""
+        return [
+            *self.tool.command,
+            *("-m", self.model, "-u", self.url, "-i", "grpc", "--streaming", "--async"),
+            *("--input-data", str(self.data), *load.flags()),
+            *("--request-count", str(requests), "--stability-percentage", "999"),
+            *("--profile-export-file", str(export)),
+            *self.extra,
+        ]
+
+    def run(self, load: Load, requests: int, name: str) -> Latencies:
+        """Raises ServeError with the tool's own words if it fails or takes longer than `timeout_s`."""
+        export = self.folder / f"{name}.json"
+        export.unlink(missing_ok=True)  # the tool refuses to write over one
+        command = self.command(load, requests, export)
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=self.timeout_s, check=False)
+        except subprocess.TimeoutExpired as error:
+            raise ServeError(f"perf_analyzer did not end within {self.timeout_s:g} s at {load}") from error
+        (self.folder / f"{name}.log").write_text(done.stdout + done.stderr)
+        if done.returncode != 0 or not export.is_file():
+            said = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+            raise ServeError(f"perf_analyzer failed ({done.returncode}) at {load}: {' '.join(said[-3:]) or 'no word'}")
+        return read_export(export)
+
+
+def read_export(path: Path) -> Latencies:
+    """Of the first experiment in a profile export. Raises ServeError for a file of another shape."""
+    try:
+        document = msgspec.json.decode(path.read_bytes())
+        experiment = document["experiments"][0]
+        requests = [_instants(request) for request in experiment["requests"]]
+    except (msgspec.MsgspecError, KeyError, IndexError, TypeError) as error:
+        raise ServeError(f"{path}: not a profile export of perf_analyzer ({error!r})") from error
+    return latencies(requests)
+
+
+def _instants(request: Mapping[str, Any]) -> tuple[float, list[float]]:
+    """When it was sent and when responses with output came, in seconds. The empty last response is none."""
+    stamps = request["response_timestamps"]
+    outputs = request.get("response_outputs")
+    if outputs is not None and len(outputs) == len(stamps):
+        stamps = [stamp for stamp, output in zip(stamps, outputs, strict=True) if output]
+    return request["timestamp"] / 1e9, [stamp / 1e9 for stamp in stamps]
+
+
+def latencies(requests: Sequence[tuple[float, Sequence[float]]]) -> Latencies:
+    """From (sent, arrivals) of each request, by the same rule for both instruments."""
+    answered = [(sent_s, list(at_s)) for sent_s, at_s in requests if at_s]
+    ttft = [at_s[0] - sent_s for sent_s, at_s in answered]
+    gaps = [later - earlier for _, at_s in answered for earlier, later in pairwise(at_s)]
+    ttft_p50, ttft_p99 = _quantiles(ttft)
+    itl_p50, itl_p99 = _quantiles(gaps)
+    return Latencies(
+        requests=len(answered), ttft_p50_s=ttft_p50, ttft_p99_s=ttft_p99, itl_p50_s=itl_p50, itl_p99_s=itl_p99
+    )
+
+
+def _quantiles(values: Sequence[float]) -> tuple[float | None, float | None]:
+    if not values:
+        return None, None
+    p50, p99 = np.percentile(values, (50, 99))
+    return float(p50), float(p99)
+
+
+def agreement(load: Load, theirs: Sequence[Latencies], ours: Sequence[Latencies]) -> Agreement:
+    """Of all runs at one load."""
+    mine, other = _median(ours), _median(theirs)
+    return Agreement(
+        load=str(load),
+        theirs=other,
+        ours=mine,
+        ttft_ratio=_ratio(mine.ttft_p50_s, other.ttft_p50_s),
+        itl_ratio=_ratio(mine.itl_p50_s, other.itl_p50_s),
+    )
+
+
+def _median(runs: Sequence[Latencies]) -> Latencies:
+    def middle(name: str) -> float | None:
+        values = [value for run in runs if (value := getattr(run, name)) is not None]
+        return float(np.median(values)) if values else None
+
+    return Latencies(
+        requests=sum(run.requests for run in runs),
+        ttft_p50_s=middle("ttft_p50_s"),
+        ttft_p99_s=middle("ttft_p99_s"),
+        itl_p50_s=middle("itl_p50_s"),
+        itl_p99_s=middle("itl_p99_s"),
+    )
+
+
+def _ratio(mine: float | None, other: float | None) -> float | None:
+    return mine / other if mine is not None and other else None

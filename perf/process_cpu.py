@@ -1,0 +1,87 @@
+"""CPU that the processes of a server used, by what they are. Only for servers on this host."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import psutil
+
+from trtpd.errors import InputError
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CpuTimes:
+    """CPU seconds used so far by each living process, and what it is. Two of them make a difference."""
+
+    by_pid: Mapping[int, tuple[str, float]]
+
+    def since(self, earlier: CpuTimes) -> dict[str, float]:
+        """CPU seconds by label. A process that began meanwhile counts whole; one that ended is not seen."""
+        used: dict[str, float] = {}
+        for pid, (label, seconds) in self.by_pid.items():
+            before = earlier.by_pid.get(pid)
+            spent = seconds - before[1] if before is not None and before[0] == label else seconds
+            used[label] = used.get(label, 0.0) + spent
+        return dict(sorted(used.items()))
+
+
+def server_process(address: str) -> psutil.Process | None:
+    """The process at the root of the server that listens on HOST:PORT here: `trtpd serve` if it is ours. None where
+    the address is not this host's, or nothing of ours to see listens there."""
+    host, _, port = address.removeprefix("http://").removeprefix("https://").rstrip("/").rpartition(":")
+    if host not in LOOPBACK:
+        return None
+    if not port.isdecimal():
+        raise InputError(f"{address!r} is not HOST:PORT")
+    for connection in psutil.net_connections("tcp"):
+        at = connection.laddr[1] if connection.laddr else None
+        if connection.status == psutil.CONN_LISTEN and at == int(port) and connection.pid:
+            return _root(psutil.Process(connection.pid))
+    return None
+
+
+def _root(process: psutil.Process) -> psutil.Process:
+    """The launcher above, if there is one."""
+    found = process
+    for parent in process.parents():
+        with contextlib.suppress(psutil.Error):
+            line = " ".join(parent.cmdline())
+            if "trtpd" in line and " serve" in line:
+                found = parent
+    return found
+
+
+def cpu_times(root: psutil.Process | None) -> CpuTimes:
+    """Of `root` and all below it, as it is now; nothing for None or a process that is gone."""
+    by_pid: dict[int, tuple[str, float]] = {}
+    processes: list[psutil.Process] = []
+    if root is not None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            processes = [root, *root.children(recursive=True)]
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            times = process.cpu_times()
+            by_pid[process.pid] = (label_of(process.cmdline()), times.user + times.system)
+    return CpuTimes(by_pid=by_pid)
+
+
+def label_of(command: list[str]) -> str:
+    """What a process of a deployment is: launcher, Triton, router, `stub of NAME`, an instance's name, or the program's
+    name."""
+    if not command:
+        return "other"
+    program = command[0].rsplit("/", 1)[-1]
+    if program == "tritonserver":
+        return "Triton"
+    if program == "triton_python_backend_stub":
+        model = next((part.rsplit("/", 3)[-3] for part in command[1:] if part.count("/") >= 3), "?")
+        return "router" if model == "pd" else f"stub of {model}"
+    if "trtpd.runtime.worker" in command:
+        return command[command.index("--instance") + 1] if "--instance" in command else "worker"
+    if "serve" in command and any("trtpd" in part for part in command):
+        return "launcher"
+    return program

@@ -1,0 +1,166 @@
+"""Instances of one role as columns, so that the best of a thousand are found without a look at each in Python.
+
+A row is brought up to date when something that bears on placement changes (a hold, health, a factor), and
+every few reports for what only drifts (contexts that grow by a token).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from trtpd.runtime.core.cost import Costs
+from trtpd.runtime.core.events import Role
+from trtpd.runtime.core.instance import Instance
+
+Floats = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
+
+REPORTS_PER_REFRESH = 8
+
+
+COLUMNS = 18
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What bounds the work an instance is given ahead (see Policy), and the weights that its row is worked out
+    with (see score.Weights)."""
+
+    placed_per_batch: float = 2.0
+    ahead_s: float = 0.5
+    tpot_s: float = 0.5
+    kv_s: float = 0.5
+    batch_s: float = 0.1
+
+
+class Table:
+    """Instances of one role in one group. Columns, each as long as there are instances:
+
+    capacity      longest sequence it could hold if it were empty; -1 while it takes nothing new
+    room          longest sequence its free KV can take now; -1 while it takes nothing new
+    prefill_fits  longest prompt it can take now: room, or -1 while enough prompt waits there already
+    whole_fits    longest sequence it can take now: room, or -1 while its batch is promised
+    rate          prompt tokens a second, 0 while it takes nothing new
+    sequences     that decode there or will · left: tokens they will write yet, all together
+    one_s         a step of one sequence · each_s: what each further one adds
+    flows         transfers into or out of it · host: a number for it
+    joined_s      a step once one more has joined; 0 while there is none, where no target forbids it
+
+    wait_s        seconds of prompts that wait there · token_s: seconds per prompt token
+
+    `decode_terms` are columns that a score is a weighted sum of: see score.decode.
+    """
+
+    def __init__(self, role: Role, costs: Costs, limits: Limits) -> None:
+        self.role: Role = role
+        self.instances: list[Instance] = []
+        self.names: dict[str, Instance] = {}
+        self.open = 0
+        self.usual_tokens = 128.0
+        self._costs = costs
+        self._limits = limits
+        self._longest: float | None = None
+        self._data: Floats = np.zeros((COLUMNS, 8))
+        self._view()
+
+    def __len__(self) -> int:
+        return len(self.instances)
+
+    def _view(self) -> None:
+        """Names the columns in use. Anew after every change of their number: old views would show old memory."""
+        data = self._data[:, : len(self.instances)]
+        self.capacity, self.room, self.prefill_fits, self.whole_fits, self.rate = data[0:5]
+        self.sequences, self.left, self.one_s, self.each_s, self.joined_s = data[5:10]
+        self.wait_s, self.token_s = data[10:12]
+        self.decode_terms: Floats = data[12:17]
+        self.flows, self.host = data[16:18]
+
+    def add(self, instance: Instance, now_s: float) -> None:
+        instance.row = len(self.instances)
+        self.instances.append(instance)
+        self.names[instance.name] = instance
+        if instance.row == self._data.shape[1]:
+            self._data = np.concatenate((self._data, np.zeros_like(self._data)), axis=1)
+        self._data[:, instance.row] = 0.0
+        self._data[0, instance.row] = -1.0
+        self._longest = None
+        self._view()
+        self.refresh(instance, now_s)
+
+    def remove(self, instance: Instance) -> None:
+        """The last row takes its place."""
+        del self.names[instance.name]
+        last = self.instances.pop()
+        self.open -= bool(self._data[0, instance.row] >= 0.0)
+        if last is not instance:
+            self._data[:, instance.row] = self._data[:, last.row]
+            self.instances[instance.row] = last
+            last.row = instance.row
+        self._longest = None
+        self._view()
+
+    def refresh(self, instance: Instance, now_s: float) -> bool:
+        """Brings its row up to date. True if it can be given prompts that it could not be given before."""
+        row, hello, limits = instance.row, instance.hello, self._limits
+        is_open = instance.usable(now_s)
+        if is_open != (self.capacity.item(row) >= 0.0):
+            self.open += 1 if is_open else -1
+            self._longest = None
+        token_s = self._costs.token_s(hello, self.role) * instance.factor
+        wait_s = instance.queued_tokens * token_s
+        kv_tokens = hello.kv_blocks * hello.tokens_per_block
+        fits = -1.0
+        if is_open:
+            free_tokens = kv_tokens - instance.committed_blocks * hello.tokens_per_block
+            fits = float(min(free_tokens, instance.capacity_tokens))
+        # An engine that reports no chunks seems to have its whole prompt ahead until the seal, so it gets a second.
+        ahead = 1 if hello.capabilities.chunk_events else 2
+        placed, sequences = len(instance.holds), instance.sequences
+        one_s, each_s = self._costs.decode_s(hello, self.role, instance.context_tokens / max(sequences, 1))
+        one_s, each_s = one_s * instance.factor, each_s * instance.factor
+        met = min(sequences, 2.0 * instance.left_tokens / self.usual_tokens)
+        step_s = one_s + each_s * met
+        kv, kv_token = (instance.context_tokens + instance.left_tokens) / kv_tokens, 1.0 / kv_tokens
+        crowd = limits.batch_s * (placed + 1) / hello.max_batch
+        was_full = self.prefill_fits.item(row) < 0.0
+        prefill_fits = fits if wait_s <= limits.ahead_s or instance.prefilling < ahead else -1.0
+        self._data[:, row] = (
+            instance.capacity_tokens if is_open else -1.0,
+            fits,
+            prefill_fits,
+            fits if placed < limits.placed_per_batch * hello.max_batch else -1.0,
+            1.0 / token_s if is_open else 0.0,
+            sequences,
+            instance.left_tokens,
+            one_s,
+            each_s,
+            one_s + each_s * sequences if sequences else 0.0,
+            wait_s + instance.jitter,
+            token_s,
+            limits.tpot_s * step_s * step_s,
+            limits.kv_s * kv * kv + crowd + instance.jitter,
+            limits.kv_s * 2.0 * kv * kv_token,
+            limits.kv_s * kv_token * kv_token,
+            instance.flows,
+            instance.host,
+        )
+        return was_full and prefill_fits >= 0.0
+
+    def stale(self, instance: Instance, now_s: float) -> bool:
+        """Whether what decides feasibility in its row is not what the instance says: for checks."""
+        kept = self._data[:4, instance.row].tolist()
+        self.refresh(instance, now_s)
+        return bool(kept != self._data[:4, instance.row].tolist())
+
+    def can_hold(self, tokens: int) -> bool:
+        """Whether one that serves now could hold so many if it were empty."""
+        if self._longest is None:
+            self._longest = float(self.capacity.max()) if self.instances else -1.0
+        return tokens <= self._longest
+
+    def queue(self) -> tuple[float, float]:
+        """(prompt tokens that wait at those that serve, their prompt tokens a second together)."""
+        return float(np.dot(self.wait_s, self.rate)), float(self.rate.sum())

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trtpd.errors import InputError
+from trtpd.perf.arrivals import Arrivals, parse
+
+SHAPES = ["even", "poisson", "gamma:0.5", "gamma:3", "bursts:2,6", "ramp:0,2", "ramp:3,1", "ramp:1,1"]
+
+
+def instants(shape: str, count: int = 4000, rate: float = 5.0, seed: int = 1):
+    return parse(shape).instants(count, rate, np.random.default_rng(seed))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_shape_keeps_the_mean_rate_it_was_asked_for(shape):
+    found = instants(shape)
+    assert len(found) == 4000
+    assert np.all(np.diff(found) >= 0)
+    assert found[0] >= 0
+    assert 4000 / found[-1] == pytest.approx(5.0, rel=0.1)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_equal_seeds_give_equal_instants_and_a_shape_survives_its_text(shape):
+    assert np.array_equal(instants(shape, seed=7), instants(str(parse(shape)), seed=7))
+
+
+@settings(max_examples=20, deadline=None)
+@given(cv=st.floats(0.2, 4.0))
+def test_gamma_gaps_have_the_coefficient_of_variation_asked_for(cv):
+    gaps = np.diff(Arrivals(shape="gamma", numbers=(cv,)).instants(20000, 10.0, np.random.default_rng(3)))
+    assert gaps.std() / gaps.mean() == pytest.approx(cv, rel=0.15)
+
+
+def test_bursts_are_silent_between_and_dense_within():
+    phase = instants("bursts:2,6") % 8.0
+    assert np.all(phase <= 2.0)
+
+
+def test_a_ramp_has_three_times_as_many_arrivals_in_its_second_half_as_one_from_zero_must():
+    found = instants("ramp:0,1")
+    half_s = 4000 / 5.0 / 2
+    assert (found > half_s).sum() / (found <= half_s).sum() == pytest.approx(3.0, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("wave", "there is no shape 'wave'"),
+        ("gamma", "gamma takes 1 numbers"),
+        ("gamma:0", "CV is 0"),
+        ("gamma:x", "'x' is not numbers"),
+        ("bursts:1", "bursts takes 2 numbers"),
+        ("ramp:0,0", "both 0"),
+        ("ramp:nan,1", "A is nan"),
+    ],
+)
+def test_a_wrong_shape_is_named(text, fault):
+    with pytest.raises(InputError, match=fault):
+        parse(text)
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_rate_must_be_above_zero(rate):
+    with pytest.raises(InputError, match="must be above 0"):
+        Arrivals().instants(10, rate, np.random.default_rng(0))

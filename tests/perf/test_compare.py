@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager
+
+import msgspec
+import pytest
+from trtpd_testing.fake_servers import fake_openai
+
+from trtpd.build.manifest import MANIFEST, read_manifest
+from trtpd.errors import InputError
+from trtpd.perf import compare as room
+from trtpd.perf import compare_report, interference
+from trtpd.perf.bench import Target
+from trtpd.perf.compare import CompareOptions, Comparer
+from trtpd.perf.compare_arms import CHUNKED, COLOCATED, SPLIT, cores_of, variants
+from trtpd.perf.lengths import LengthFit
+from trtpd.perf.make_workload import Wanted
+from trtpd.perf.verdict import best, verdict
+
+POOL = {"instances": 1, "tp": 1, "threads": 1, "max_batch": 8, "kv_tokens": 2048}
+POOLS = {"prefill": POOL | {"cores": [0]}, "decode": POOL | {"cores": [1]}}
+
+
+def write_manifest(folder, pools):
+    from trtpd_testing.emulated_build import write_build
+
+    build = write_build(folder / "build", "prefill", "decode")
+    manifest = read_manifest(build)
+    settings = {"model": "/none", "engine": "emulated", "pools": pools, "kv": {"max_seq_tokens": 1024}}
+    (build / MANIFEST).write_bytes(msgspec.json.encode(msgspec.structs.replace(manifest, settings=settings)))
+    return build
+
+
+def test_arms_share_the_cores_and_the_kv_memory(tmp_path):
+    manifest = read_manifest(write_manifest(tmp_path, POOLS))
+    found = variants(manifest, chunks=(64, 128, 4096))
+    assert cores_of(manifest) == (0, 1)
+    for arm in (COLOCATED, CHUNKED):
+        for variant in found[arm]:
+            pool = variant.pools["mixed"]
+            assert pool["cores"] == [0, 1]
+            assert pool["threads"] * pool["instances"] == 2
+            assert pool["kv_tokens"] * pool["instances"] == 4096
+            assert pool["max_step_tokens"] >= pool["chunk_tokens"]
+    assert {v.pools["mixed"]["chunk_tokens"] for v in found[COLOCATED]} == {1024}
+    assert {v.pools["mixed"]["chunk_tokens"] for v in found[CHUNKED]} == {64, 128}
+    assert [(v.pools["prefill"]["cores"], v.pools["decode"]["cores"]) for v in found[SPLIT]] == [([0], [1])]
+
+
+def test_every_split_of_more_cores_is_tried(tmp_path):
+    pools = {"prefill": POOL | {"cores": [0, 1]}, "decode": POOL | {"cores": [2, 3]}}
+    splits = variants(read_manifest(write_manifest(tmp_path, pools)))[SPLIT]
+    assert [v.pools["prefill"]["threads"] for v in splits] == [1, 2, 3]
+    assert len({v.folder for v in splits}) == 3
+
+
+@pytest.mark.parametrize(
+    ("pools", "fault"),
+    [
+        ({"mixed": POOL | {"cores": [0, 1]}}, "needs one with prefill and decode"),
+        ({"prefill": POOL, "decode": POOL}, "names no cores"),
+        ({"prefill": POOL | {"cores": [0]}, "decode": POOL | {"cores": [0]}}, "at least two"),
+    ],
+)
+def test_a_build_that_cannot_be_compared_says_why(tmp_path, pools, fault):
+    with pytest.raises(InputError, match=fault):
+        variants(read_manifest(write_manifest(tmp_path, pools)))
+
+
+GAPS_S = {SPLIT: 0.001, COLOCATED: 0.04, CHUNKED: 0.01}
+
+
+@pytest.fixture
+def arms(monkeypatch):
+    """Each arm is served by a real server whose token gaps are those of GAPS_S."""
+    starts = []
+
+    @contextmanager
+    def serve(self, variant):
+        starts.append((variant.arm, variant.label))
+        with fake_openai(lambda number, now_s: [0.005 + GAPS_S[variant.arm] * i for i in range(8)]) as server:
+            yield Target(url=server.address, openai=True)
+
+    monkeypatch.setattr(Comparer, "_serve", serve)
+    monkeypatch.setattr(room, "refuse_if_bottleneck", lambda health, records: None)
+    monkeypatch.setattr(interference, "FIRST_PROMPT_S", 0.2)
+    monkeypatch.setattr(interference, "LEAST_PAUSE_S", 0.2)
+    monkeypatch.setattr(room, "FACTOR", 0.625)  # of a colocated gap: between the other two
+    return starts
+
+
+def options(tmp_path, **more) -> CompareOptions:
+    wanted = Wanted(name="mixed", fit=LengthFit(scale=0.02))
+    defaults = {"rates": (20.0, 40.0), "repeats": 1, "point_s": 0.5, "budget_s": 600.0, "chunks": (64,)}
+    return CompareOptions(build=tmp_path / "build", wanted=wanted, folder=tmp_path / "cmp", **(defaults | more))
+
+
+@pytest.mark.slow
+def test_a_comparison_measures_all_arms_says_what_it_found_and_goes_on_where_it_stopped(tmp_path, arms):
+    write_manifest(tmp_path, POOLS)
+    first = Comparer(options(tmp_path, budget_s=1.0), lambda *_: None).run()
+    assert not first.complete
+    assert not first.points
+    whole = Comparer(options(tmp_path), lambda *_: None).run()
+    assert whole.complete
+    assert {point.file.arm for point in whole.points} == {SPLIT, COLOCATED, CHUNKED}
+    assert len(whole.points) == 6
+    assert best(whole, SPLIT).goodput > best(whole, COLOCATED).goodput
+    assert set(whole.interference) == {SPLIT, COLOCATED, CHUNKED}
+    assert any("disaggregat" in line for line in verdict(whole))
+    served = len(arms)
+    again = Comparer(options(tmp_path), lambda *_: None).run()
+    assert len(arms) == served
+    assert again.points == whole.points
+    page = compare_report.write(tmp_path / "cmp", whole, command="trtpd compare")
+    drawn = {path.stem for path in (page.parent / "plots").iterdir()}
+    assert {"goodput", "slo_scale", "interference", "cpu"} <= drawn
+    assert len(json.loads((page.parent / "report.json").read_text())["points"]) == 6
+    with pytest.raises(InputError, match="another comparison"):
+        Comparer(options(tmp_path, point_s=0.7), lambda *_: None)
+
+
+def test_the_targets_come_from_an_unloaded_server_and_stay(tmp_path, arms):
+    write_manifest(tmp_path, POOLS)
+    found = Comparer(options(tmp_path, budget_s=1.0), lambda *_: None).run()
+    assert arms == [(COLOCATED, "1 x 2 threads")]
+    assert found.slo.floor_s == 1.0
+    assert found.slo.tpot_s > 0.625 * 0.039  # no gap of that server is shorter than its sleep
+    assert Comparer(options(tmp_path, budget_s=1.0), lambda *_: None).run().slo == found.slo

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from trtpd_testing.tiny import write_model
+
+from trtpd.build.checkpoint import open_checkpoint
+from trtpd.build.gguf_model import GgufFile
+from trtpd.errors import InputError
+from trtpd.perf import engine_bench
+from trtpd.perf.engine_bench import OURS, Results, rows_of
+from trtpd.perf.llama_gguf import write_gguf
+from trtpd.perf.measured import Cell
+
+PREFILL = Cell(kind="prefill", tokens=512, batch=4)
+DECODE = Cell(kind="decode", tokens=500, batch=1)
+
+
+def test_a_ratio_is_to_the_best_of_the_others_by_medians(tmp_path: Path) -> None:
+    results = Results(tmp_path / "results.json")
+    for side, seconds in ((OURS, [4.0, 1.0, 1.1]), ("BF16", [2.2]), ("F16", [3.0, 2.0, 1.9])):
+        results.of("bf16", 1, side, PREFILL).seconds += seconds
+    (row,) = rows_of(results)
+    assert row["ratio"] == pytest.approx(2.0 / 1.1)
+    assert not row["met"]
+
+
+def test_results_of_several_runs_add_up(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    for cell in (PREFILL, DECODE):
+        results = Results(path)
+        for side in (OURS, "Q8_0"):
+            results.of("int8", 2, side, cell).seconds.append(1.0)
+        results.keep()
+    rows = list(rows_of(Results(path)))
+    assert [row["cell"] for row in rows] == ["decode 500x1", "prefill 512x4"]
+    assert [row["met"] for row in rows] == [True, False]
+
+
+def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    path.write_text("{}")
+    with pytest.raises(InputError, match="not results"):
+        Results(path)
+
+
+def test_a_model_as_gguf_reads_back_as_itself(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(write_model(tmp_path / "tiny"))
+    write_gguf(checkpoint, tmp_path / "tiny.gguf", "F32")
+    found = GgufFile(tmp_path / "tiny.gguf")
+    assert found.architecture.num_key_value_heads == checkpoint.architecture.num_key_value_heads
+    for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight"):
+        assert np.array_equal(found.read(name), checkpoint.read(name))
+
+
+@pytest.mark.slow
+def test_the_benchmark_measures_both_sides_of_a_real_model(
+    smollm2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("xllamacpp")
+    options = ["--model", str(smollm2), "--width", "int8", "--rounds", "1", "--cells", "decode-64x2", "--json"]
+    assert engine_bench.main([*options, "--cache", str(tmp_path)]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row["tokens_per_s"] > 0
+    assert row["llama_cpp_tokens_per_s"]["Q8_0"] > 0

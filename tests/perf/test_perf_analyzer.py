@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from trtpd.errors import BuildError, ServeError
+from trtpd.perf.make_workload import Wanted, make
+from trtpd.perf.perf_analyzer import Analyzer, Latencies, Load, agreement, input_data, latencies, read_export
+from trtpd.perf.perf_analyzer_tool import Tool, find_tool
+
+LOAD = Load(concurrency=2)
+
+SCRIPT = """
+import json, pathlib, sys
+args = sys.argv[1:]
+if "--version" in args:
+    sys.exit(0)
+if args[args.index("-m") + 1] == "broken":
+    sys.exit("error: no such model")
+count = int(args[args.index("--request-count") + 1])
+requests = [
+    {"timestamp": n * 10**9, "response_timestamps": [n * 10**9 + ms * 10**6 for ms in (50, 60, 80, 81)],
+     "response_outputs": [{"output_ids": "1"}] * 3 + [{}]}
+    for n in range(count)
+]
+path = pathlib.Path(args[args.index("--profile-export-file") + 1])
+if path.exists():
+    sys.exit("error: Path must not already exist.")
+path.write_text(json.dumps({"experiments": [{"requests": requests}]}))
+"""
+
+
+@pytest.fixture
+def analyzer(tmp_path):
+    """The stand-in writes an export as perf_analyzer 2.60 does: a last, empty response behind the tokens."""
+    script = tmp_path / "perf_analyzer.py"
+    script.write_text(SCRIPT)
+
+    def make_one(model: str) -> Analyzer:
+        tool = Tool(command=(sys.executable, str(script)), origin="a stand-in")
+        return Analyzer(tool=tool, url="127.0.0.1:1", model=model, data=tmp_path / "in.json", folder=tmp_path)
+
+    return make_one
+
+
+def test_an_exports_times_are_read_and_the_empty_last_response_is_no_token(analyzer):
+    analyzer("pd").run(LOAD, 3, "one")
+    found = analyzer("pd").run(LOAD, 7, "one")  # in place of the former export
+    assert found.requests == 7
+    assert (found.ttft_p50_s, found.itl_p50_s) == (pytest.approx(0.05), pytest.approx(0.015))
+
+
+def test_a_tool_that_fails_is_quoted(analyzer):
+    with pytest.raises(ServeError, match="no such model"):
+        analyzer("broken").run(LOAD, 7, "one")
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"experiments": []}', '{"experiments": [{"requests": [{}]}]}'])
+def test_a_file_that_is_no_export_is_named(tmp_path, content):
+    (tmp_path / "x.json").write_text(content)
+    with pytest.raises(ServeError, match=r"x\.json: not a profile export"):
+        read_export(tmp_path / "x.json")
+
+
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        ("pd", {"text_input", "max_tokens", "end_id", "stream"}),
+        ("prefill_0", {"text_input"}),
+        ("decode_3", {"kv_tokens", "max_tokens"}),
+    ],
+)
+def test_each_model_gets_the_tensors_it_takes(model, names):
+    workload = make(Wanted(name="chat", requests=3, rate=1.0))
+    rows = json.loads(input_data(workload, model))["data"]
+    assert len(rows) == 3
+    assert all(row.keys() == names for row in rows)
+
+
+def test_agreement_is_within_a_tenth_of_both_medians():
+    theirs = latencies([(0.0, [0.1, 0.2, 0.3])] * 3)
+    near = latencies([(0.0, [0.105, 0.2, 0.3])] * 3)
+    far = latencies([(0.0, [0.12, 0.22, 0.32])] * 3)
+    assert agreement(LOAD, [theirs, theirs], [near]).agrees
+    assert not agreement(LOAD, [theirs], [far]).agrees
+    nothing = Latencies(requests=0, ttft_p50_s=None, ttft_p99_s=None, itl_p50_s=None, itl_p99_s=None)
+    assert not agreement(LOAD, [theirs], [nothing]).agrees
+
+
+def test_a_named_tool_is_taken_if_it_runs_and_refused_if_not(tmp_path):
+    good = tmp_path / "good"
+    good.write_text("#!/bin/sh\nexit 0\n")
+    good.chmod(0o755)
+    assert find_tool(lambda *_: None, {"TRTPD_PERF_ANALYZER": str(good)}).command == (str(good),)
+    with pytest.raises(BuildError, match="does not run here"):
+        find_tool(lambda *_: None, {"TRTPD_PERF_ANALYZER": str(tmp_path / "none")})

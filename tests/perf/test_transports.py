@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from trtpd_testing.fake_servers import FakeServer, fake_openai, fake_triton, fixed
+
+from trtpd.errors import InputError, ServeError
+from trtpd.perf.client import Client, Run
+from trtpd.perf.make_workload import Wanted, make
+from trtpd.perf.openai_transport import OpenAiTransport
+from trtpd.perf.transport import Ending, Question, Transport
+from trtpd.perf.triton_transport import TritonTransport, ending_of_error
+
+SCRIPT = fixed(0.02, 0.01, 5)
+
+
+def drive(transport: Transport, requests: int = 30) -> Run:
+    return asyncio.run(Client(make(Wanted(name="chat", requests=requests, rate=100.0)), transport).run())
+
+
+def one(transport: Transport, *, leave_after_s: float | None = None) -> Ending:
+    async def run() -> Ending:
+        await transport.open()
+        try:
+            question = Question(prompt=" hello", kv_tokens=9, max_tokens=5, timeout_s=5.0, ttft_s=1.0)
+            async with asyncio.timeout(leave_after_s):
+                return await transport.send(transport.prepare(question), lambda tokens: None)
+        finally:
+            await transport.close()
+
+    return asyncio.run(run())
+
+
+def tokens_came_after_they_were_sent(run: Run, server: FakeServer) -> None:
+    assert sum(len(sent) for sent in server.sent_s.values()) == sum(record.output_tokens for record in run.records)
+    for record in run.records:
+        assert record.state == "finished"
+        assert list(record.at_s) == sorted(record.at_s)
+        assert record.at_s[0] >= record.sent_s + 0.02
+        assert record.at_s[-1] >= record.sent_s + 0.06
+        assert (record.output_tokens, record.served_prompt_tokens) == (5, 7)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_kserve_server_is_measured_over_real_grpc(channels):
+    with fake_triton(SCRIPT) as server:
+        run = drive(TritonTransport(server.address, channels=channels))
+        tokens_came_after_they_were_sent(run, server)
+    told = run.records[0].server
+    assert (told.ttft_s, told.exposed_s, told.prefill, told.decode) == (0.003, 0.0005, "prefill_0", "decode_0")
+    inputs = {tensor.name for tensor in server.bodies[0].inputs}
+    assert inputs == {"text_input", "max_tokens", "end_id", "stream", "return_num_input_tokens", "deadline_ms"}
+
+
+def test_an_openai_server_is_measured_over_real_http():
+    with fake_openai(SCRIPT) as server:
+        run = drive(OpenAiTransport(server.address, extra={"ignore_eos": None, "top_k": 1}))
+        tokens_came_after_they_were_sent(run, server)
+    body = server.bodies[0]
+    assert (body["model"], body["stream"], body["top_k"]) == ("toy", True, 1)
+    assert "ignore_eos" not in body
+
+
+def test_refusals_and_failures_are_told_apart():
+    errors = {0: "code=saturated retry_after_s=2 full", 1: "code=transfer_failed gone", 2: "what"}
+    with fake_triton(SCRIPT, errors=errors) as server:
+        records = drive(TritonTransport(server.address), requests=4).records
+    found = sorted((r.state, r.reason, r.message) for r in records)
+    assert found == [
+        ("failed", "server_error", "what"),
+        ("failed", "transfer_failed", "gone"),
+        ("finished", "length", ""),
+        ("refused", "saturated", "full"),
+    ]
+    with fake_openai(SCRIPT, statuses={0: 429, 1: 503, 2: 500, 3: 400}) as server:
+        records = drive(OpenAiTransport(server.address), requests=4).records
+    assert sorted((r.state, r.reason) for r in records) == [
+        ("failed", "http_500"),
+        ("refused", "http_400"),
+        ("refused", "no_instance"),
+        ("refused", "saturated"),
+    ]
+
+
+def test_a_stream_that_is_cut_has_failed():
+    with fake_openai(SCRIPT, cut=True) as server:
+        ending = one(OpenAiTransport(server.address))
+    assert (ending.state, ending.reason) == ("failed", "no_end")
+    with fake_triton(lambda number, now_s: []) as server:
+        ending = one(TritonTransport(server.address))
+    assert (ending.state, ending.reason) == ("failed", "no_end")
+
+
+def test_leaving_cancels_the_request_at_the_server():
+    with fake_triton(fixed(0.01, 30.0, 2)) as server, pytest.raises(TimeoutError):
+        one(TritonTransport(server.address), leave_after_s=0.2)
+    assert server.cancelled == 1
+
+
+def test_a_server_that_is_not_there_or_serves_something_else_is_named():
+    with fake_triton(SCRIPT) as server:
+        with pytest.raises(ServeError, match="does not serve absent"):
+            one(TritonTransport(server.address, model="absent"))
+        gone = server.address
+    with pytest.raises(ServeError, match="no OpenAI server"):
+        one(OpenAiTransport(f"http://{gone}"))
+    with pytest.raises(InputError, match="write http://"):
+        OpenAiTransport(gone)
+
+
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [("prefill_0", {"text_input"}), ("decode_1", {"kv_tokens", "max_tokens"})],
+)
+def test_a_stage_is_asked_for_its_stage(model, names):
+    from tritonclient.grpc import service_pb2
+
+    question = Question(prompt=" hello", kv_tokens=9, max_tokens=5, timeout_s=5.0)
+    raw = TritonTransport("127.0.0.1:1", model=model).prepare(question)
+    request = service_pb2.ModelInferRequest.FromString(raw)
+    assert {tensor.name for tensor in request.inputs} == names
+    assert all(list(tensor.shape) == [1, 1] for tensor in request.inputs)
+
+
+def test_a_stages_answer_has_ended_with_its_timeline():
+    with fake_triton(SCRIPT) as server:
+        ending = one(TritonTransport(server.address, model="decode_0"))
+    assert (ending.state, ending.output_tokens, ending.server) == ("finished", 5, None)
+
+
+def test_an_error_without_a_code_is_a_failure_of_the_server():
+    assert ending_of_error("boom").state == "failed"
+    assert ending_of_error("code=no_instance none").state == "refused"
+    assert json.dumps(ending_of_error("code=internal x\ny").message) == '"x\\ny"'

@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trtpd.errors import InputError
+from trtpd.perf.arrivals import parse
+from trtpd.perf.lengths import LengthFit
+from trtpd.perf.make_workload import KINDS, Wanted, make
+from trtpd.perf.prompt_text import Renderer, Segment, segment_text
+from trtpd.perf.traces import TraceOptions
+from trtpd.perf.workload import Ask, Workload, load, save
+
+SLICES = ["trace:azure-code", "trace:azure-conv", "trace:mooncake"]
+
+
+def texts(workload: Workload) -> list[str]:
+    renderer = Renderer()
+    return [renderer.text(ask.segments) for ask in workload.asks]
+
+
+@pytest.mark.parametrize("name", [*KINDS, *SLICES])
+def test_a_workload_is_saved_and_replayed_byte_for_byte(name, tmp_path):
+    made = make(Wanted(name=name, requests=12, seed=5, rate=2.0))
+    for suffix in (".jsonl", ".jsonl.gz"):
+        save(made, tmp_path / f"one{suffix}")
+        again = make(Wanted(name=str(tmp_path / f"one{suffix}"), requests=3))
+        save(again, tmp_path / f"two{suffix}")
+        assert again == made
+        assert (tmp_path / f"one{suffix}").read_bytes() == (tmp_path / f"two{suffix}").read_bytes()
+        assert texts(again) == texts(made)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_seeds_give_equal_workloads_and_other_seeds_others(name):
+    wanted = Wanted(name=name, requests=30, seed=1, rate=1.0)
+    assert make(wanted) == make(wanted)
+    assert texts(make(wanted)) != texts(make(replace(wanted, seed=2)))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_rate_counts_every_request_turns_of_sessions_included(name):
+    made = make(Wanted(name=name, requests=1500, rate=20.0, arrivals=parse("even")))
+    assert len(made.asks) == 1500
+    assert 1500 / made.duration_s == pytest.approx(20.0, rel=0.05)
+
+
+def test_an_agents_turns_repeat_the_whole_prompt_before_them_and_share_their_instruction():
+    made = make(Wanted(name="agent", requests=60, rate=1.0))
+    prompts = texts(made)
+    follow = [ask for ask in made.asks if ask.after is not None]
+    assert len(follow) > 30
+    for number, ask in enumerate(made.asks):
+        if ask.after is not None:
+            assert prompts[number].startswith(prompts[ask.after])
+            assert ask.at_s is None
+    assert len({prompt[:1000] for prompt in prompts}) == 1
+
+
+def test_rag_prompts_share_passages_and_no_question():
+    made = make(Wanted(name="rag", requests=50, rate=1.0))
+    passages = [segment for ask in made.asks for segment in ask.segments[1:-1]]
+    assert len(set(passages)) < len(passages) / 2
+    assert len({ask.segments[-1] for ask in made.asks}) == 50
+
+
+def test_equal_ids_of_the_mooncake_trace_are_equal_text_also_after_scaling():
+    whole = make(Wanted(name="trace:mooncake", requests=200))
+    small = make(Wanted(name="trace:mooncake", requests=200, fit=LengthFit(scale=0.05)))
+    for made in (whole, small):
+        first = [texts_of(ask, 1) for ask in made.asks]
+        assert len(set(first)) < len(first) / 2
+    assert all(a.segments[0].seed == b.segments[0].seed for a, b in zip(whole.asks, small.asks, strict=True))
+    assert small.asks[0].prompt_tokens == pytest.approx(whole.asks[0].prompt_tokens * 0.05, rel=0.05)
+
+
+def texts_of(ask: Ask, segments: int) -> str:
+    return Renderer().text(ask.segments[:segments])
+
+
+def test_a_traces_instants_can_be_stretched_or_given_a_rate():
+    own = make(Wanted(name="trace:azure-code", requests=300))
+    slow = make(Wanted(name="trace:azure-code", requests=300, trace=TraceOptions(time_scale=3.0)))
+    rated = make(Wanted(name="trace:azure-code", requests=300, rate=0.5))
+    assert slow.duration_s == pytest.approx(3 * own.duration_s, rel=1e-3)
+    assert 300 / rated.duration_s == pytest.approx(0.5, rel=1e-3)
+    gaps, rated_gaps = (np.diff([ask.at_s for ask in made.asks]) for made in (own, rated))
+    assert np.allclose(gaps / gaps.sum(), rated_gaps / rated_gaps.sum(), atol=1e-4)
+
+
+def test_any_csv_is_a_trace_once_its_columns_are_named(tmp_path):
+    path = tmp_path / "mine.csv"
+    path.write_text("when,in,out\n2000,7,3\n1000,5,2\n3000,0,9\n")
+    made = make(Wanted(name=f"trace:{path}", trace=TraceOptions(columns="time=when,prompt=in,output=out,unit=ms")))
+    assert [(ask.at_s, ask.prompt_tokens, ask.max_tokens, ask.kind) for ask in made.asks] == [
+        (0.0, 5, 2, "mine"),
+        (1.0, 7, 3, "mine"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        ({}, "say with --columns"),
+        ({"columns": "time=when,prompt=in,output=nope"}, "no column 'nope'"),
+        ({"columns": "time=when,prompt=in"}, "'output' is missing"),
+        ({"columns": "time=when,prompt=in,output=out,unit=h"}, "unit is 'h'"),
+        ({"columns": "time=when,prompt=when,output=in,extra=x"}, "'extra' is not known"),
+        ({"columns": "time=in,prompt=when,output=out"}, "row 1"),
+        ({"columns": "time=when,prompt=in,output=out", "offset": 9}, "no request left"),
+    ],
+)
+def test_a_trace_that_cannot_be_read_says_where(tmp_path, options, fault):
+    path = tmp_path / "mine.csv"
+    path.write_text(
+        "when,in,out\nsoon,7,3\n" if "when,prompt" in str(options) or not options else "when,in,out\nx,1,y\n"
+    )
+    if "offset" in options or "nope" in str(options):
+        path.write_text("when,in,out\n1,7,3\n")
+    with pytest.raises(InputError, match=fault):
+        make(Wanted(name=f"trace:{path}", trace=TraceOptions(**options)))
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 5000), st.integers(1, 2000)), min_size=1, max_size=40),
+    bound=st.integers(2, 4000),
+    scale=st.none() | st.floats(0.01, 10.0),
+)
+def test_fitted_requests_keep_their_bound_and_the_beginning_of_their_prompt(lengths, bound, scale):
+    asks = [
+        Ask(segments=(Segment(1, prompt), Segment(2 + number, 3)), max_tokens=output, kind="x", at_s=0.0)
+        for number, (prompt, output) in enumerate(lengths)
+    ]
+    fitted, _ = LengthFit(scale=scale, max_total_tokens=bound).apply(asks)
+    assert len(fitted) == len(asks)
+    for before, after in zip(asks, fitted, strict=True):
+        assert after.total_tokens <= bound
+        assert after.prompt_tokens >= 1
+        assert after.max_tokens >= 1
+        assert [s.seed for s in after.segments] == [s.seed for s in before.segments][: len(after.segments)]
+
+
+def test_what_fits_is_left_alone():
+    asks = make(Wanted(name="chat", requests=50, rate=1.0)).asks
+    fitted, notes = LengthFit(max_total_tokens=1_000_000).apply(asks)
+    assert tuple(fitted) == asks
+    assert notes == ()
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 1 << 62), short=st.integers(1, 300), more=st.integers(0, 300))
+def test_segments_of_one_seed_begin_alike(seed, short, more):
+    assert segment_text(Segment(seed, short + more)).startswith(segment_text(Segment(seed, short)))
+
+
+def test_every_word_of_a_prompt_is_one_token_of_the_demonstration_model(smollm2):
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(smollm2 / "tokenizer.json"))
+    ids = tokenizer.encode(segment_text(Segment(3, 2000)), add_special_tokens=False).ids
+    assert len(ids) == 2000
+
+
+def test_a_saved_workload_that_is_not_whole_or_not_ours_is_refused(tmp_path):
+    made = make(Wanted(name="chat", requests=5, rate=1.0))
+    path = tmp_path / "w.jsonl"
+    save(made, path)
+    lines = path.read_bytes().splitlines(keepends=True)
+    for content, fault in [
+        (b"", "not a saved workload"),
+        (b"{}\n", "not a saved workload"),
+        (b"".join(lines[:-1]), "4 requests of 5"),
+        (b"".join([*lines[:-1], b"[1]\n"]), "line 6"),
+        (lines[0].replace(b'"trtpd_workload":1', b'"trtpd_workload":9') + b"".join(lines[1:]), "format 9"),
+        (lines[0] + b"".join([*lines[1:-1], lines[-2]]), "other prompts"),
+    ]:
+        path.write_bytes(content)
+        with pytest.raises(InputError, match=fault):
+            load(path)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "fault"),
+    [
+        (Wanted(name="chatt", rate=1.0), "not known"),
+        (Wanted(name="chat"), "needs a rate"),
+        (Wanted(name="chat", concurrency=2, rate=1.0), "a rate is given too"),
+        (Wanted(name="chat", concurrency=0), "at least 1"),
+        (Wanted(name="chat", requests=0, rate=1.0), "at least 1"),
+        (Wanted(name="trace:nowhere.csv"), "no such file"),
+        (Wanted(name="none.jsonl"), "can't be read"),
+        (Wanted(name="trace:azure-code", rate=-1.0), "above 0"),
+    ],
+)
+def test_a_workload_that_cannot_be_made_says_why(wanted, fault):
+    with pytest.raises(InputError, match=fault):
+        make(wanted)
+
+
+def test_a_request_that_could_never_start_is_refused():
+    ask = Ask(segments=(Segment(1, 1),), max_tokens=1, kind="x")
+    with pytest.raises(InputError, match="no instant"):
+        Workload(name="w", seed=0, asks=(ask,))
+    with pytest.raises(InputError, match="must follow one of"):
+        Workload(name="w", seed=0, asks=(msgspec.structs.replace(ask, after=0),))

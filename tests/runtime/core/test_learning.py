@@ -1,0 +1,103 @@
+"""What the router learns: how long answers get, what is cached where, what is offered."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trtpd.runtime.core.lengths import Lengths
+from trtpd.runtime.core.prefix import Prefixes
+from trtpd.runtime.core.rebalance import Pools, Rebalancer
+
+POOLS = Pools(prefill=3, decode=3, prefill_tokens_per_s=1000.0, decode_tokens_per_s=1000.0)
+
+
+@given(seen=st.lists(st.integers(1, 5000), max_size=50), done=st.integers(0, 3000), most=st.integers(1, 4000))
+def test_what_is_expected_of_an_answer_lies_within_what_it_may_have(seen: list[int], done: int, most: int) -> None:
+    lengths = Lengths()
+    for tokens in seen:
+        lengths.note(tokens)
+    left = lengths.left(done, most)
+    assert (1.0 <= left <= most - done) if most > done else left == 0.0
+
+
+def test_answers_seen_count_more_than_what_is_allowed() -> None:
+    lengths = Lengths()
+    for _ in range(200):
+        lengths.note(20)
+    assert lengths.left(0, 4000) < 80
+    assert lengths.left(100, 4000) > 1000, "none was seen to get so long, so nothing is known"
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abc"), st.lists(st.integers(1, 30), max_size=8), st.sampled_from(["sent", "gone"])),
+        max_size=40,
+    )
+)
+def test_the_record_of_prompt_blocks_is_bounded_and_whole(steps: list[tuple[str, list[int], str]]) -> None:
+    prefixes = Prefixes()
+    for name, blocks, what in steps:
+        if what == "sent":
+            prefixes.sent(name, blocks, most_blocks=10)
+        else:
+            prefixes.evicted(name, blocks)
+        assert prefixes.blocks_of(name) <= 10
+        assert prefixes.check_integrity()
+    prefixes.forget("a")
+    assert prefixes.check_integrity()
+
+
+def test_the_longest_beginning_is_found_and_forgotten_with_its_instance() -> None:
+    prefixes = Prefixes()
+    prefixes.sent("a", range(1, 9), most_blocks=100)
+    prefixes.sent("b", range(1, 5), most_blocks=100)
+    assert prefixes.hits((1, 2, 3, 4, 5, 6, 99)) == {"a": 6, "b": 3}
+    prefixes.forget("a")
+    assert prefixes.hits((1, 2, 3, 4, 5, 6)) == {"b": 4}
+
+
+def offered(rebalancer: Rebalancer, *, prompt: int, output: float, seconds: float, start_s: float = 0.0) -> list[str]:
+    """So many tokens of each kind a second; returns what was proposed."""
+    found = []
+    for tenth in range(int(seconds * 10)):
+        now_s = start_s + tenth / 10
+        rebalancer.offered.note(now_s, prompt // 10, output / 10, in_time=True)
+        proposal = rebalancer.propose(now_s, POOLS, backlog_tokens=0)
+        if proposal is not None:
+            found.append(f"{proposal.kind} {proposal.role}")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("prompt", "output", "proposed"),
+    [
+        (3500, 500.0, ["switch prefill"]),
+        (500, 3500.0, ["switch decode"]),
+        (1000, 1000.0, []),
+        (2500, 2500.0, []),
+        (5000, 5000.0, ["add"]),
+    ],
+)
+def test_a_role_is_switched_for_an_imbalance_that_lasts_and_more_is_asked_for_when_both_are_short(
+    prompt: int, output: float, proposed: list[str]
+) -> None:
+    found = offered(Rebalancer(after_s=20.0, gain=1.15), prompt=prompt, output=output, seconds=59.0)
+    assert [said[: len(wanted)] for said, wanted in zip(found, proposed, strict=False)] == proposed
+    assert bool(found) is bool(proposed)
+
+
+def test_a_load_that_swings_faster_than_a_switch_pays_proposes_nothing() -> None:
+    rebalancer, found = Rebalancer(after_s=20.0, gain=1.15), []
+    for turn in range(10):
+        heavy = turn % 2 == 0
+        found += offered(
+            rebalancer,
+            prompt=3000 if heavy else 500,
+            output=500.0 if heavy else 3000.0,
+            seconds=10.0,
+            start_s=10.0 * turn,
+        )
+    assert found == []
