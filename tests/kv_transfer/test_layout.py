@@ -1,4 +1,5 @@
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -51,7 +52,7 @@ def test_sizes_that_can_not_be_are_refused_by_name(wrong):
 
 def test_only_f32_and_bf16_pair_across_dtypes_and_only_where_it_was_declared():
     def keys(convert_dtype):
-        dtypes = ("f32", "bf16", "f16", "fp8")
+        dtypes: tuple[Any, ...] = ("f32", "bf16", "f16", "fp8")
         return [replace(LAYOUT, dtype=dtype).pairing_key_for(convert_dtype=convert_dtype) for dtype in dtypes]
 
     assert len(set(keys(convert_dtype=False))) == 4
