@@ -20,7 +20,11 @@ def test_every_job_is_done_once(hands):
 
 def test_with_two_cores_two_threads_work_at_once():
     met, hands = threading.Barrier(2, timeout=20), Hands(2)
-    hands.share([lambda: None if met.wait() else None] * 2, worth=True)
+
+    def meet() -> None:
+        met.wait()
+
+    hands.share([meet, meet], worth=True)
     hands.close()
 
 
