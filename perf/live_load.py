@@ -98,7 +98,8 @@ class Watcher:
 
 def workload(name: str, phases: Sequence[LivePhase], seed: int) -> Workload:
     """Poisson arrivals, phase after phase; every prompt is its own."""
-    rng, asks, begin_s = random.Random(seed), [], 0.0
+    rng, begin_s = random.Random(seed), 0.0
+    asks: list[Ask] = []
     for phase in phases:
         at_s, end_s = begin_s, begin_s + phase.seconds
         while (at_s := at_s + rng.expovariate(phase.rate)) < end_s:
