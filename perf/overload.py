@@ -89,7 +89,7 @@ def pipeline(model: Path) -> dict[str, Any]:
 
 
 def phases(once_s: float, thrice_s: float, calm_s: float) -> list[LivePhase]:
-    lengths = {"prompt": (PROMPT_TOKENS, PROMPT_TOKENS), "output": (OUTPUT_TOKENS, OUTPUT_TOKENS)}
+    lengths = {"prompt": (PROMPT_TOKENS, PROMPT_TOKENS), "output": (OUTPUT_TOKENS // 2, 3 * OUTPUT_TOKENS // 2)}
     rate = capacity_per_s()
     return [
         LivePhase(name="1x", seconds=once_s, rate=rate, **lengths),

@@ -29,7 +29,10 @@ MODEL = LinearStepTime(
 def simulated(rate: float, seconds: float) -> list[SimRequest]:
     rng, at_s, made = random.Random(1), 0.0, []
     while (at_s := at_s + rng.expovariate(rate)) < seconds:
-        made.append(SimRequest(at_s=at_s, prompt_tokens=300, max_tokens=40, output_tokens=40, ttft_s=2.0, tpot_s=0.1))
+        output = rng.randint(20, 60)
+        made.append(
+            SimRequest(at_s=at_s, prompt_tokens=300, max_tokens=output, output_tokens=output, ttft_s=2.0, tpot_s=0.1)
+        )
     return made
 
 
@@ -42,8 +45,8 @@ def test_what_is_admitted_at_three_times_the_capacity_is_served_in_time() -> Non
     requests = simulated(3.0 * overload.capacity_per_s(), 30.0)
     found = Simulation(core=RouterCore(Policy()), workers=workers, model=MODEL, requests=requests).run()
     assert set(found.kinds) <= {"good", "late", "refused:saturated"}
-    assert found.kinds["good"] >= 0.9 * overload.capacity_per_s() * 30.0
-    assert found.kinds.get("late", 0) <= 0.1 * found.kinds["good"]
+    assert found.kinds["good"] >= 0.75 * overload.capacity_per_s() * 30.0
+    assert found.kinds["good"] >= 3 * found.kinds.get("late", 0)
 
 
 def test_an_instance_of_the_simulation_drains_goes_and_comes_back_in_the_other_role() -> None:
