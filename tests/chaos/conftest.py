@@ -13,9 +13,9 @@ from trtpd.perf.served import build, tiny_model
 
 @pytest.fixture
 def make_emulated(smollm2: Path, tmp_path: Path) -> Callable[..., Path]:
-    """make_emulated(name, pools, **costs) -> a build; one with other costs has another fingerprint."""
+    """make_emulated(name, pools) -> a build; one with another `max_seq_tokens` has another fingerprint."""
 
-    def make(name: str, pools: dict[str, Any], **costs: float) -> Path:
+    def make(name: str, pools: dict[str, Any], *, max_seq_tokens: int = 2048) -> Path:
         folder = tmp_path / name
         folder.mkdir()
         model = tmp_path / "model"
@@ -24,8 +24,8 @@ def make_emulated(smollm2: Path, tmp_path: Path) -> Callable[..., Path]:
             "name": "emulated",
             "engine": "emulated",
             "pools": pools,
-            "kv": {"max_seq_tokens": 2048},
-            "emulated": {"prefill_tokens_per_s": 20000, "decode_step_ms": 20} | costs,
+            "kv": {"max_seq_tokens": max_seq_tokens},
+            "emulated": {"prefill_tokens_per_s": 20000, "decode_step_ms": 20},
         }
         return build(folder, pipeline)
 

@@ -59,7 +59,7 @@ class Clients:
 def test_a_new_build_takes_over_under_load_without_a_lost_request_or_a_pair_across(
     make_emulated: Callable[..., Path], tmp_path: Path
 ) -> None:
-    old, new = make_emulated("old", POOLS), make_emulated("new", POOLS, decode_step_ms=19)
+    old, new = make_emulated("old", POOLS), make_emulated("new", POOLS, max_seq_tokens=1024)
     router = ("--router", f"tcp://127.0.0.1:{free_port()}")
     with ExitStack() as stack:
         old_stages = stack.enter_context(serving(old, tmp_path / "old.log", "--only", STAGES, *router))
