@@ -3,17 +3,22 @@ concern."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
+from trtpd.build.accuracy import KL_BOUND_NATS, accuracy_words
+from trtpd.build.backends.openvino import INT4_MEND
 from trtpd.build.engines import ENGINES, EngineName, weights_bytes
 from trtpd.build.machine import Machine
-from trtpd.build.manifest import Architecture
+from trtpd.build.manifest import Accuracy, Architecture
 from trtpd.build.resolve import ResolvedPipeline, ResolvedRole
+from trtpd.build.sharding import cut_groups, shard_of
 
 Severity = Literal["error", "warning"]
 _MIB = 1 << 20
+PRECISION_CODES = ("precision_differs", "precision_error")
+"""Findings that depend on what a build has measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,12 +39,13 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
-    """What the checks look at: the same for a pipeline file and for a build."""
+    """What the checks look at: the same for a pipeline file and for a build. `accuracy` is what the build measured."""
 
     engine: EngineName
     architecture: Architecture
     max_seq_tokens: int
     roles: tuple[ResolvedRole, ...]
+    accuracy: Mapping[str, Accuracy] = field(default_factory=dict)
 
     @classmethod
     def of(cls, pipeline: ResolvedPipeline) -> Deployment:
@@ -134,6 +140,22 @@ def _tp(deployment: Deployment, machine: Machine) -> Iterator[Finding]:
                 (role.tp, heads),
                 f"is {role.tp}, but the model has {heads} attention heads to share out",
                 f"set it to {heads} or less",
+            )
+
+
+def _int4_groups(deployment: Deployment, machine: Machine) -> Iterator[Finding]:
+    architecture = deployment.architecture
+    for role in deployment.roles:
+        if role.precision != "int4" or role.tp > architecture.num_attention_heads:
+            continue
+        shards = [shard_of(architecture, role.layout, rank) for rank in range(role.tp)]
+        if ENGINES[deployment.engine].has_weights and (cut := cut_groups(architecture, shards)):
+            yield error(
+                "int4_groups_cut",
+                f"pools.{role.role}.tp",
+                (role.tp, "int4"),
+                f"is {role.tp} with int4 weights: {cut}",
+                INT4_MEND,
             )
 
 
@@ -234,13 +256,26 @@ def _precisions(deployment: Deployment, machine: Machine) -> Iterator[Finding]:
     first = deployment.roles[0]
     for role in deployment.roles[1:]:
         if role.precision != first.precision:
+            pair = [found for found in (first.precision, role.precision) if found in deployment.accuracy]
+            measured = "; ".join(accuracy_words(found, deployment.accuracy[found]) for found in pair)
             yield warning(
                 "precision_differs",
                 f"pools.{role.role}.precision",
                 (first.precision, role.precision),
                 f"{first.role} has {first.precision} weights and {role.role} {role.precision}, so an answer depends "
-                "on which of them computed it",
-                "use one precision unless you have measured the difference",
+                f"on which of them computed it{f' ({measured})' if measured else ''}",
+                "use one precision unless that difference is small enough for you"
+                + ("" if measured else " (`trtpd build` measures it)"),
+            )
+    for role in deployment.roles:
+        figures = deployment.accuracy[role.precision].figures if role.precision in deployment.accuracy else None
+        if figures is not None and figures.kl_nats > KL_BOUND_NATS:
+            yield warning(
+                "precision_error",
+                f"pools.{role.role}.precision",
+                (f"{figures.kl_nats:.3f}", KL_BOUND_NATS),
+                f"{accuracy_words(role.precision, deployment.accuracy[role.precision])}; KL is above {KL_BOUND_NATS}",
+                "use a wider precision for this model",
             )
 
 
@@ -289,6 +324,7 @@ _CHECKERS = (
     _kv_dtypes,
     _tokens_per_block,
     _tp,
+    _int4_groups,
     _cores,
     _steps,
     _sequence,

@@ -192,6 +192,7 @@ def _deployment(manifest: Manifest, configs: dict[RoleName, EngineConfig]) -> De
         architecture=first.architecture,
         max_seq_tokens=max(config.max_seq_tokens for config in configs.values()),
         roles=roles,
+        accuracy=manifest.accuracy,
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from trtpd.build.manifest import RoleName, RoleProfile
+from trtpd.build.manifest import Precision, RoleName, RoleProfile
 from trtpd.kv_transfer.layout import KVLayout
 
 LOCAL_PREFILL_TOKENS = 256
@@ -38,6 +38,8 @@ class RoleWishes:
     kv_tokens: int | None = None
     threads: int | None = None
     widen_weights: bool | None = None
+    precision: Precision | None = None
+    cores: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

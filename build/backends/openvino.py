@@ -14,8 +14,11 @@ weights in the role's precision and `config.json`. What an engine may rely on:
   `[out, 1]`; the weight is `W * scale`. W is quantised before it is cut, so its values don't depend on tp.
   `model.embed_tokens.weight` is bf16 as above.
 - `lm_head.weight` is there if the head is untied. A tied head uses `model.embed_tokens.weight`, except in
-  int8 builds, which hold an I8 `lm_head.weight` with its scale too: the head is a fifth of a small model's
+  int8 and int4 builds, which hold an I8 `lm_head.weight` with its scale too: the head is a fifth of a small model's
   traffic.
+- int4 builds: a linear weight is U8 `[out, in / 2]`, two values a byte as quantise.py packs them, and `<name>.scale`
+  is F32 `[out, in / group]`. Where no group size divides its inputs it is I8 as above; so is the head always, since
+  its error goes into every logit. Embedding as above. A rank has whole groups.
 - Matrices come first, in the order of computation, then vectors and scales; the data begins at a multiple of 64
   bytes. So q, k and v of a layer, and gate and up, are each one matrix to whoever maps the file.
 - Each file's metadata: `bf16_as_u16` is a JSON list of the names of all bf16 tensors, `weights` names the
@@ -38,13 +41,15 @@ from trtpd.build.backends.base import Job, Progress
 from trtpd.build.checkpoint import Checkpoint
 from trtpd.build.files import digest_of, link_or_copy
 from trtpd.build.manifest import Architecture, EngineConfig, Precision
+from trtpd.build.quantise import group_of, quantise, quantise_groups
 from trtpd.build.shapes import EMBEDDING, HEAD, expected_shapes
-from trtpd.build.sharding import Shard, cut_of, shard_of
+from trtpd.build.sharding import Cut, Shard, cut_groups, cut_of, shard_of
 from trtpd.build.tensors import F32Array, TensorFile, TensorSpec, TensorWriter, bf16_bits
-from trtpd.errors import CheckpointError
+from trtpd.errors import BuildError, CheckpointError
 
 SCALE = ".scale"
 WEIGHTS_FORMAT = 2
+INT4_MEND = "choose another tp, or precision int8"
 
 StoredArray = npt.NDArray[Any]
 
@@ -52,15 +57,6 @@ StoredArray = npt.NDArray[Any]
 def weights_file(rank: int) -> str:
     """The name of a rank's file."""
     return f"rank{rank}.safetensors"
-
-
-def quantise(weight: F32Array) -> tuple[npt.NDArray[np.int8], F32Array]:
-    """Symmetric int8 per output channel: `(values, scale)` with scale of shape [out, 1] such that no weight
-    is further than half a scale from values * scale."""
-    largest = np.abs(weight).max(axis=1, keepdims=True)
-    scale = np.maximum(largest / np.float32(127), np.finfo(np.float32).tiny).astype(np.float32)
-    values = np.clip(np.rint(weight / scale), -127, 127).astype(np.int8)
-    return values, scale
 
 
 def stored_specs(architecture: Architecture, precision: Precision, shard: Shard) -> list[TensorSpec]:
@@ -75,8 +71,7 @@ def stored_part(name: str, array: StoredArray, architecture: Architecture, shard
     cut = cut_of(matrix, architecture.head_dim, shard)
     if cut is None:
         return array if shard.rank == 0 else None
-    # A scale belongs to an output channel: it is cut with the rows, and whole beside cut columns.
-    return array if name != matrix and cut.axis == 1 else cut.of(array)
+    return _stored_cut(cut, expected_shapes(architecture).get(matrix), array.shape).of(array)
 
 
 def write_weights(
@@ -92,8 +87,11 @@ def write_weights(
     """Writes a file for each of `shards` into `directory`, one whole tensor in memory at a time;
     `progress(done, total)` in bytes.
 
-    Raises CheckpointError for a weight that isn't finite, OSError as the file system does.
+    Raises CheckpointError for a weight that isn't finite, BuildError for int4 groups that a shard would cut, OSError as
+    the file system does.
     """
+    if precision == "int4" and (cut := cut_groups(architecture, shards)):
+        raise BuildError(f"int4 weights at tp {shards[0].tp}: {cut}; {INT4_MEND}")
     whole = _whole_specs(architecture, precision)
     by_rank = {shard: stored_specs(architecture, precision, shard) for shard in shards}
     total = sum(spec.size_bytes for specs in by_rank.values() for spec in specs)
@@ -130,14 +128,16 @@ def _whole_specs(architecture: Architecture, precision: Precision) -> list[Tenso
     vectors: list[TensorSpec] = []
     scales: list[TensorSpec] = []
     shapes = expected_shapes(architecture)
-    if precision == "int8":
+    if precision in ("int8", "int4"):
         shapes.setdefault(HEAD, shapes[EMBEDDING])
     for name, shape in shapes.items():
         dtype = _stored_dtype(name, shape, precision)
-        group = matrices if len(shape) > 1 else vectors
-        group.append(TensorSpec(name=name, dtype=dtype, shape=shape))
-        if dtype == "I8":
-            scales.append(TensorSpec(name=name + SCALE, dtype="F32", shape=(shape[0], 1)))
+        group = group_of(shape[-1]) if dtype == "U8" else None
+        kept = shape if group is None else (shape[0], shape[1] // 2)
+        (matrices if len(shape) > 1 else vectors).append(TensorSpec(name=name, dtype=dtype, shape=kept))
+        if dtype in ("I8", "U8"):
+            per_row = 1 if group is None else shape[1] // group
+            scales.append(TensorSpec(name=name + SCALE, dtype="F32", shape=(shape[0], per_row)))
     return [*matrices, *vectors, *scales]
 
 
@@ -146,9 +146,19 @@ def _rank_spec(spec: TensorSpec, architecture: Architecture, shard: Shard) -> Te
     cut = cut_of(matrix, architecture.head_dim, shard)
     if cut is None:
         return spec if shard.rank == 0 else None
-    if spec.name != matrix and cut.axis == 1:
-        return spec
+    cut = _stored_cut(cut, expected_shapes(architecture).get(matrix), spec.shape)
     return TensorSpec(name=spec.name, dtype=spec.dtype, shape=cut.shape(spec.shape))
+
+
+def _stored_cut(cut: Cut, matrix: tuple[int, ...] | None, stored: tuple[int, ...]) -> Cut:
+    """A cut of a matrix as one of what is stored for it: the same rows, but columns of packed values and scales stand
+    for several inputs each. One that stands for all is whole on every rank."""
+    if cut.axis == 0 or matrix is None:
+        return cut
+    if stored[1] == 1:
+        return Cut(1, range(1))
+    inputs = matrix[1] // stored[1]
+    return Cut(1, range(cut.part.start // inputs, cut.part.stop // inputs))
 
 
 def _stored_dtype(name: str, shape: tuple[int, ...], precision: Precision) -> str:
@@ -156,7 +166,9 @@ def _stored_dtype(name: str, shape: tuple[int, ...], precision: Precision) -> st
         return "F32"
     if precision == "f16":
         return "F16"
-    return "U16" if precision == "bf16" or name == EMBEDDING else "I8"
+    if precision == "bf16" or name == EMBEDDING:
+        return "U16"
+    return "U8" if precision == "int4" and name != HEAD and group_of(shape[1]) is not None else "I8"
 
 
 def _stored_arrays(checkpoint: Checkpoint, specs: list[TensorSpec]) -> Iterator[StoredArray]:
@@ -172,6 +184,11 @@ def _stored_arrays(checkpoint: Checkpoint, specs: list[TensorSpec]) -> Iterator[
         if spec.dtype == "I8":
             values, scales[spec.name + SCALE] = quantise(weight)
             yield values
+        elif spec.dtype == "U8":
+            group = group_of(weight.shape[1])
+            assert group is not None, "such a matrix is stored as I8"
+            packed, scales[spec.name + SCALE] = quantise_groups(weight, group)
+            yield packed
         elif spec.dtype == "F16":
             yield _as_f16(checkpoint.path, spec.name, weight)
         else:

@@ -71,7 +71,12 @@ def build(args: argparse.Namespace) -> int:
 
     if args.tune and (args.role or args.dry_run):
         raise InputError("--tune measures all roles of a whole build; leave out --role and --dry-run")
-    tuning = _tuning(args.tune_s) if args.tune else None
+    if args.tune_precision is not None and (not args.tune or args.no_accuracy):
+        raise InputError("--tune-precision needs --tune, and errors measured: leave out --no-accuracy")
+    tuning = _tuning(args.tune_s, args.tune_precision) if args.tune else None
+    compute_logits = None
+    if not args.no_accuracy:
+        from trtpd.perf.accuracy import engine_logits as compute_logits
     with console.progress() as progress:
         made = make(
             load_spec(args.pipeline),
@@ -81,6 +86,7 @@ def build(args: argparse.Namespace) -> int:
             dry_run=args.dry_run,
             progress=progress,
             tuning=tuning,
+            compute_logits=compute_logits,
         )
     document = {
         "build": str(made.out),
@@ -89,6 +95,8 @@ def build(args: argparse.Namespace) -> int:
         "roles": {plan.role: plan.action for plan in made.plans},
         "steps": list(made.steps),
         "tuning": {role: msgspec.to_builtins(record) for role, record in made.manifest.tuning.items()},
+        "accuracy": {name: msgspec.to_builtins(found) for name, found in made.manifest.accuracy.items()},
+        "notes": list(made.notes),
         "warnings": [asdict(finding) for finding in made.warnings],
     }
     reasons = "".join(f"{role}: {why}\n" for role, record in made.manifest.tuning.items() for why in record.why)
@@ -99,11 +107,11 @@ def build(args: argparse.Namespace) -> int:
     return 0
 
 
-def _tuning(seconds: float) -> TuneOptions:
+def _tuning(seconds: float, kl_bound_nats: float | None) -> TuneOptions:
     from trtpd.build.tuning import TuneOptions
     from trtpd.perf.profile import engine_measure
 
-    return TuneOptions(measure=engine_measure, seconds=seconds)
+    return TuneOptions(measure=engine_measure, seconds=seconds, kl_bound_nats=kl_bound_nats)
 
 
 def keys(args: argparse.Namespace) -> int:

@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import save_file
 
-from trtpd.build.backends.openvino import quantise, stored_part, weights_file
+from trtpd.build.backends.openvino import stored_part, weights_file
 from trtpd.build.manifest import Architecture, EngineConfig, Llama3Scaling, Precision, RoleProfile, RopeScaling
+from trtpd.build.quantise import quantise
 from trtpd.build.sharding import shard_of
 from trtpd.kv_transfer.layout import KVDtype, KVLayout
 from trtpd.runtime.engine import emulated, openvino
