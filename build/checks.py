@@ -8,12 +8,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from trtpd.build.accuracy import KL_BOUND_NATS, accuracy_words
-from trtpd.build.backends.openvino import INT4_MEND
 from trtpd.build.engines import ENGINES, EngineName, weights_bytes
 from trtpd.build.machine import Machine
 from trtpd.build.manifest import Accuracy, Architecture
 from trtpd.build.resolve import ResolvedPipeline, ResolvedRole
-from trtpd.build.sharding import cut_groups, shard_of
 
 Severity = Literal["error", "warning"]
 _MIB = 1 << 20
@@ -140,22 +138,6 @@ def _tp(deployment: Deployment, machine: Machine) -> Iterator[Finding]:
                 (role.tp, heads),
                 f"is {role.tp}, but the model has {heads} attention heads to share out",
                 f"set it to {heads} or less",
-            )
-
-
-def _int4_groups(deployment: Deployment, machine: Machine) -> Iterator[Finding]:
-    architecture = deployment.architecture
-    for role in deployment.roles:
-        if role.precision != "int4" or role.tp > architecture.num_attention_heads:
-            continue
-        shards = [shard_of(architecture, role.layout, rank) for rank in range(role.tp)]
-        if ENGINES[deployment.engine].has_weights and (cut := cut_groups(architecture, shards)):
-            yield error(
-                "int4_groups_cut",
-                f"pools.{role.role}.tp",
-                (role.tp, "int4"),
-                f"is {role.tp} with int4 weights: {cut}",
-                INT4_MEND,
             )
 
 
@@ -324,7 +306,6 @@ _CHECKERS = (
     _kv_dtypes,
     _tokens_per_block,
     _tp,
-    _int4_groups,
     _cores,
     _steps,
     _sequence,

@@ -59,7 +59,8 @@ def pack(values: npt.NDArray[np.int8]) -> npt.NDArray[np.uint8]:
 def unpack(packed: npt.NDArray[np.uint8]) -> npt.NDArray[np.int8]:
     """The values of `pack`."""
     both = np.stack([packed & np.uint8(15), packed >> np.uint8(4)], axis=2).reshape(len(packed), -1)
-    return (both.view(np.int8) ^ np.int8(8)) - np.int8(8)
+    values: npt.NDArray[np.int8] = (both.view(np.int8) ^ np.int8(8)) - np.int8(8)
+    return values
 
 
 def widened_groups(packed: npt.NDArray[np.uint8], scales: F32Array) -> F32Array:

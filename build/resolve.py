@@ -187,7 +187,7 @@ def wishes_of(pool: PoolSpec) -> RoleWishes:
 
 def _with_found(spec: PipelineSpec, tuned: Mapping[RoleName, RoleWishes]) -> PipelineSpec:
     """The pipeline file as if it named the precision and the cores that were found for a role."""
-    pools = {}
+    pools: dict[str, PoolSpec] = {}
     for role, pool in spec.pools.given().items():
         found = tuned.get(role, RoleWishes())
         cores = pool.cores if found.cores is None else list(found.cores)

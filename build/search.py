@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import Literal
 
 import msgspec
 
 from trtpd.build.manifest import EngineConfig, Precision, RoleProfile, RoleTuning, TrialResult
-from trtpd.build.roles import RoleWishes
+from trtpd.build.roles import RoleWishes, with_settings
 
 KEPT = 0.95
 """A variant within this share of the best rate is as good: of those the one with the least error, the fewest threads,
@@ -74,7 +73,7 @@ class Search:
                 self._choose_batch(self._tpot_s)
             if wishes.chunk_tokens is None and wishes.max_step_tokens is None:
                 self._choose_local_chunk(self._tpot_s)
-        return replace(wishes, **self._chosen)
+        return with_settings(wishes, self._chosen)
 
     def record(self, tried: tuple[TrialResult, ...], *, complete: bool) -> RoleTuning:
         """What goes into the manifest."""

@@ -8,14 +8,12 @@ and keys included (one per head dimension, the same for every head), are whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy.typing as npt
 
 from trtpd.build.manifest import Architecture
-from trtpd.build.quantise import group_of
 from trtpd.build.shapes import HEAD
 from trtpd.errors import LayoutError
 from trtpd.kv_transfer.layout import KVLayout
@@ -91,19 +89,6 @@ def cut_of(name: str, head_dim: int, shard: Shard) -> Cut | None:
     if name == HEAD:
         return Cut(0, shard.vocabulary)
     return cuts.get(name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2])
-
-
-def cut_groups(architecture: Architecture, shards: Iterable[Shard]) -> str | None:
-    """Which matrix has int4 groups that a shard would cut, in words; None if none has."""
-    a = architecture
-    for name, columns in (("o_proj", a.num_attention_heads * a.head_dim), ("down_proj", a.intermediate_size)):
-        group = group_of(columns)
-        for shard in shards if group is not None and group < columns else ():
-            cut = cut_of(name, a.head_dim, shard)
-            if group is not None and cut is not None and (cut.part.start % group or cut.part.stop % group):
-                part = f"{cut.part.start} to {cut.part.stop}"
-                return f"rank {shard.rank} would have inputs {part} of {name}, which cuts a group of {group}"
-    return None
 
 
 def _scaled(heads: range, head_dim: int) -> range:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -30,7 +30,7 @@ from trtpd.build.manifest import (
     read_engine_config,
     write_json,
 )
-from trtpd.build.roles import RoleWishes
+from trtpd.build.roles import RoleWishes, with_settings
 from trtpd.build.search import TRIED_PRECISIONS, Search, Trial
 from trtpd.errors import BuildError
 
@@ -77,7 +77,9 @@ def tune(
 
 def kept_wishes(records: Mapping[str, RoleTuning], wishes: Mapping[RoleName, RoleWishes]) -> dict[RoleName, RoleWishes]:
     """The wishes that a former search found, to build with again."""
-    return {role: replace(wish, **records[role].chosen) if role in records else wish for role, wish in wishes.items()}
+    return {
+        role: with_settings(wish, records[role].chosen) if role in records else wish for role, wish in wishes.items()
+    }
 
 
 def _within(options: TuneOptions, meter: AccuracyMeter | None, progress: Progress) -> dict[Precision, float]:

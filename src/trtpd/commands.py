@@ -6,8 +6,9 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -74,9 +75,6 @@ def build(args: argparse.Namespace) -> int:
     if args.tune_precision is not None and (not args.tune or args.no_accuracy):
         raise InputError("--tune-precision needs --tune, and errors measured: leave out --no-accuracy")
     tuning = _tuning(args.tune_s, args.tune_precision) if args.tune else None
-    compute_logits = None
-    if not args.no_accuracy:
-        from trtpd.perf.accuracy import engine_logits as compute_logits
     with console.progress() as progress:
         made = make(
             load_spec(args.pipeline),
@@ -86,7 +84,7 @@ def build(args: argparse.Namespace) -> int:
             dry_run=args.dry_run,
             progress=progress,
             tuning=tuning,
-            compute_logits=compute_logits,
+            compute_logits=None if args.no_accuracy else _compute_logits,
         )
     document = {
         "build": str(made.out),
@@ -112,6 +110,12 @@ def _tuning(seconds: float, kl_bound_nats: float | None) -> TuneOptions:
     from trtpd.perf.profile import engine_measure
 
     return TuneOptions(measure=engine_measure, seconds=seconds, kl_bound_nats=kl_bound_nats)
+
+
+def _compute_logits(directory: Path, passages: Sequence[Sequence[int]], out: Path) -> None:
+    from trtpd.perf.accuracy import engine_logits
+
+    engine_logits(directory, passages, out)
 
 
 def keys(args: argparse.Namespace) -> int:

@@ -109,7 +109,7 @@ def test_weights_say_what_they_are(make_model: Callable[..., Path], tmp_path: Pa
 
 
 @pytest.mark.parametrize("tp", [2, 3, 4])
-@pytest.mark.parametrize("precision", ["f32", "bf16", "int8"])
+@pytest.mark.parametrize("precision", ["f32", "bf16", "int8", "int4"])
 def test_the_parts_of_all_ranks_make_up_the_whole(
     make_model: Callable[..., Path], tmp_path: Path, precision: Precision, tp: int
 ) -> None:
