@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from trtpd.build.accuracy import AccuracyMeter, accuracy_words
+from trtpd.build.accuracy import AccuracyMeter
 from trtpd.build.backends import backend_of
 from trtpd.build.backends.base import Progress
 from trtpd.build.files import digest_of
@@ -68,7 +68,7 @@ def tune(
         share_s = (deadline_s - options.clock()) / (len(wishes) - index)
         until_s = options.clock() + share_s
         bench = Bench(config, build / role, work, options, until_s=until_s, progress=progress, meter=meter)
-        within = _within(options, meter, progress) if config.tp == 1 and wish.precision is None else {}
+        within = _within(options, meter) if config.tp == 1 and wish.precision is None else {}
         search = Search(config, wish, bench.seconds, tpot_s, within)
         found[role] = search.run()
         records[role] = search.record(tuple(bench.results), complete=bench.complete)
@@ -82,14 +82,13 @@ def kept_wishes(records: Mapping[str, RoleTuning], wishes: Mapping[RoleName, Rol
     }
 
 
-def _within(options: TuneOptions, meter: AccuracyMeter | None, progress: Progress) -> dict[Precision, float]:
+def _within(options: TuneOptions, meter: AccuracyMeter | None) -> dict[Precision, float]:
     """The precisions to try, each with its KL divergence from f32; none if they aren't to be tried."""
     if options.kl_bound_nats is None or meter is None:
         return {}
     found: dict[Precision, float] = {"f32": 0.0}
     for precision in TRIED_PRECISIONS:
         accuracy = meter.of(precision)
-        progress(accuracy_words(precision, accuracy), 0, 0)
         if accuracy.figures is not None and accuracy.figures.kl_nats <= options.kl_bound_nats:
             found[precision] = accuracy.figures.kl_nats
     return found

@@ -90,6 +90,7 @@ PIPELINE_FAULTS: list[tuple[str, str, str, dict[str, Any], dict[str, Any]]] = [
     ("trt_engine_arg", "error", "pools.decode.engine_args.max_tokens", LLAMA_8B, args(max_tokens=4) | V13),
     ("trt_engine_arg_owned", "error", "pools.decode.engine_args.max_batch_size", LLAMA_8B, args(max_batch_size=4)),
     ("trt_precision_source", "error", "pools.prefill.precision", LLAMA_8B, {"precision": "fp8"}),
+    ("precision_unsupported", "error", "pools.prefill.precision", LLAMA_8B, {"precision": "int4"}),
     ("trt_precision_source", "error", "pools.prefill.precision", LLAMA_8B | FP8, {"precision": "bf16"}),
     ("trt_llm_api_precision", "error", "pools.decode.precision", LLAMA_8B, {"precision": "int8"} | trt(version="1.3")),
     ("trt_kv_dtype_weights", "error", "pools.decode.kv_dtype", LLAMA_8B, {"kv": {"dtype": "f16"}}),
