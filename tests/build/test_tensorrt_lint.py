@@ -90,7 +90,6 @@ PIPELINE_FAULTS: list[tuple[str, str, str, dict[str, Any], dict[str, Any]]] = [
     ("trt_engine_arg", "error", "pools.decode.engine_args.max_tokens", LLAMA_8B, args(max_tokens=4) | V13),
     ("trt_engine_arg_owned", "error", "pools.decode.engine_args.max_batch_size", LLAMA_8B, args(max_batch_size=4)),
     ("trt_precision_source", "error", "pools.prefill.precision", LLAMA_8B, {"precision": "fp8"}),
-    ("precision_unsupported", "error", "pools.prefill.precision", LLAMA_8B, {"precision": "int4"}),
     ("trt_precision_source", "error", "pools.prefill.precision", LLAMA_8B | FP8, {"precision": "bf16"}),
     ("trt_llm_api_precision", "error", "pools.decode.precision", LLAMA_8B, {"precision": "int8"} | trt(version="1.3")),
     ("trt_kv_dtype_weights", "error", "pools.decode.kv_dtype", LLAMA_8B, {"kv": {"dtype": "f16"}}),
@@ -109,6 +108,13 @@ def test_a_fault_in_a_pipeline_is_found(
     found = pipeline_findings(tmp_path, config, keys)
     assert (code, severity, where) in [(one.code, one.severity, one.where) for one in found], list(map(str, found))
     assert all(one.mend and all(one.values) and "\n" not in str(one) for one in found)
+
+
+def test_int4_is_refused_by_name(tmp_path: Path) -> None:
+    found = pipeline_findings(tmp_path, LLAMA_8B, {"precision": "int4"})
+    (finding,) = [one for one in found if one.where == "pools.decode.precision" and one.severity == "error"]
+    assert finding.code == "precision_unsupported"
+    assert "is int4; tensorrt_llm has weights in" in finding.message
 
 
 GOOD: list[tuple[dict[str, Any], dict[str, Any]]] = [
