@@ -63,13 +63,14 @@ def kept_tuning(
 
 
 def with_kept(plan: BuildPlan, former: Former | None, *, tuned: bool) -> BuildPlan:
-    """The plan with what of the former build's measurements still holds: errors of precisions in use, and if the plan
-    is `tuned` the record of that search."""
+    """The plan with what of the former build's measurements still holds: errors of precisions in use (what was skipped
+    is tried again), and if the plan is `tuned` the record of that search."""
     if former is None:
         return plan
     there, config = former.manifest.accuracy, plan.roles[0].config
     keys = {name: accuracy_key(config, plan.digest or "", name) for name in _narrow(plan.manifest)}
-    accuracy = {name: there[name] for name, key in keys.items() if name in there and there[name].key == key}
+    held = {name: found for name, found in there.items() if found.figures is not None}
+    accuracy = {name: held[name] for name, key in keys.items() if name in held and held[name].key == key}
     manifest = msgspec.structs.replace(plan.manifest, accuracy=accuracy)
     if tuned:
         tuning, key = former.manifest.tuning, former.manifest.tuning_key

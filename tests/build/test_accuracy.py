@@ -98,6 +98,7 @@ def test_what_cannot_be_measured_is_told_and_does_not_fail_the_build(make_model:
     made = built(make_model(), tmp_path / "BUILD", Logits(broken="int8"))
     assert made.manifest.accuracy["int8"].skipped == "out of order"
     assert "not measured, out of order" in made.summary()
+    assert built(tmp_path / "tiny", tmp_path / "BUILD", Logits()).manifest.accuracy["int8"].figures is not None
 
 
 def test_a_machine_without_room_for_f32_weights_skips_the_measurement(make_model: MakeModel, tmp_path: Path) -> None:
