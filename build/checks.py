@@ -11,6 +11,7 @@ from trtpd.build.engines import ENGINES, EngineName, weights_bytes
 from trtpd.build.machine import Machine
 from trtpd.build.manifest import Architecture
 from trtpd.build.resolve import ResolvedPipeline, ResolvedRole
+from trtpd.kv_transfer.layout import CONVERTIBLE
 
 Severity = Literal["error", "warning"]
 _MIB = 1 << 20
@@ -40,6 +41,7 @@ class Deployment:
     architecture: Architecture
     max_seq_tokens: int
     roles: tuple[ResolvedRole, ...]
+    convert_dtype: bool = False
 
     @classmethod
     def of(cls, pipeline: ResolvedPipeline) -> Deployment:
@@ -48,7 +50,13 @@ class Deployment:
             architecture=pipeline.architecture,
             max_seq_tokens=pipeline.max_seq_tokens,
             roles=tuple(pipeline.roles.values()),
+            convert_dtype=pipeline.spec.transfer.convert_dtype,
         )
+
+    @property
+    def converts(self) -> bool:
+        """Whether its roles may differ in KV dtype, as far as one can be made of the other."""
+        return self.convert_dtype and self.engine != "tensorrt_llm"
 
 
 def check(deployment: Deployment, machine: Machine) -> list[Finding]:
@@ -80,18 +88,50 @@ def _precisions_known(deployment: Deployment, machine: Machine) -> Iterator[Find
             )
 
 
+def _kv_dtypes_differ(deployment: Deployment, role: ResolvedRole, where: str) -> Iterator[Finding]:
+    first, dtype = deployment.roles[0], role.layout.dtype
+    values = (first.layout.dtype, dtype)
+    if dtype == first.layout.dtype:
+        return
+    if deployment.converts and CONVERTIBLE.issuperset(values):
+        yield warning(
+            "kv_dtype_converted",
+            where,
+            values,
+            f"{first.role} has {first.layout.dtype} KV and {role.role} {dtype}: it is converted on its way, which "
+            "costs time and, towards bf16, digits; answers may differ from those of one pool alone",
+            "give one kv.dtype where exact tokens matter",
+        )
+        return
+    can = "" if CONVERTIBLE.issuperset(values) else f" (only {' and '.join(sorted(CONVERTIBLE))} convert)"
+    yield error(
+        "kv_dtype_differs",
+        where,
+        values,
+        f"{first.role} has {first.layout.dtype} KV and {role.role} {dtype}, so KV can't move between them{can}",
+        "give one dtype as kv.dtype and leave the pools' kv_dtype at auto"
+        + (", or set transfer.convert_dtype: true" if not can and deployment.engine != "tensorrt_llm" else ""),
+    )
+
+
+def _conversion_unused(deployment: Deployment, machine: Machine) -> Iterator[Finding]:
+    dtypes = {role.layout.dtype for role in deployment.roles}
+    if deployment.convert_dtype and (len(dtypes) < 2 or not deployment.converts):
+        why = f"all pools have {min(dtypes)} KV" if len(dtypes) < 2 else f"{deployment.engine} moves its KV itself"
+        yield warning(
+            "convert_dtype_unused",
+            "transfer.convert_dtype",
+            ("true", ", ".join(sorted(dtypes))),
+            f"is true, but {why}",
+            "leave it out, or give the pools different kv_dtype",
+        )
+
+
 def _kv_dtypes(deployment: Deployment, machine: Machine) -> Iterator[Finding]:
-    rules, first = ENGINES[deployment.engine], deployment.roles[0]
+    rules = ENGINES[deployment.engine]
     for role in deployment.roles:
         where, dtype = f"pools.{role.role}.kv_dtype", role.layout.dtype
-        if dtype != first.layout.dtype:
-            yield error(
-                "kv_dtype_differs",
-                where,
-                (first.layout.dtype, dtype),
-                f"{first.role} has {first.layout.dtype} KV and {role.role} {dtype}, so KV can't move between them",
-                "give one dtype as kv.dtype and leave the pools' kv_dtype at auto",
-            )
+        yield from _kv_dtypes_differ(deployment, role, where)
         feature = rules.kv_dtypes.get(dtype)
         if dtype not in rules.kv_dtypes:
             yield error(
@@ -287,6 +327,7 @@ def _fits(
 _CHECKERS = (
     _precisions_known,
     _kv_dtypes,
+    _conversion_unused,
     _tokens_per_block,
     _tp,
     _cores,

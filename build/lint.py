@@ -192,7 +192,14 @@ def _deployment(manifest: Manifest, configs: dict[RoleName, EngineConfig]) -> De
         architecture=first.architecture,
         max_seq_tokens=max(config.max_seq_tokens for config in configs.values()),
         roles=roles,
+        convert_dtype=_converts(manifest),
     )
+
+
+def _converts(manifest: Manifest) -> bool:
+    """False too for a manifest of before there was the setting."""
+    transfer = manifest.settings.get("transfer")
+    return isinstance(transfer, dict) and transfer.get("convert_dtype") is True
 
 
 def _broken(where: str, message: str) -> Finding:

@@ -168,7 +168,8 @@ def _pair_fingerprint(pipeline: ResolvedPipeline, digest: str | None) -> str:
     """Covers what two instances must share to continue each other's answers, and nothing that only changes
     speed."""
     precisions = {name: role.precision for name, role in pipeline.roles.items()}
-    keys = sorted({role.layout.pairing_key for role in pipeline.roles.values()})
+    convert = pipeline.spec.transfer.convert_dtype
+    keys = sorted({role.layout.pairing_key_for(convert_dtype=convert) for role in pipeline.roles.values()})
     versions = current_versions(pipeline.engine)
     settings = [role.tensorrt_llm for role in pipeline.roles.values()]
     movers = sorted({(one.release, one.transceiver) for one in settings if one is not None})

@@ -149,10 +149,14 @@ class TransferSpec(_Section):
         default="127.0.0.1",
         description="where nixl and tcp listen: an address, or a network (10.0.0.0/8) each host has one in",
     )
-    digests: bool = Field(default=True, description="verify every block after its copy")
+    digests: bool = Field(default=True, description="verify blocks after their copy")
+    digest_every: Count = Field(default=1, description="with digests: one block in so many is verified; 1 verifies all")
+    convert_dtype: bool = Field(
+        default=False, description="let f32 and bf16 pools (pools.*.kv_dtype) pair; KV is converted on its way"
+    )
     lease_s: Positive = Field(default=10.0, description="how long prefill keeps KV for a decode that doesn't renew")
     one_piece_tokens: Annotated[int, Field(ge=0)] = Field(
-        default=256, description="prompts up to this size move in one piece after their seal"
+        default=128, description="shorter prompts move in one piece after their seal"
     )
 
 

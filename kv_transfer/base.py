@@ -65,6 +65,24 @@ class PullResult:
     retryable: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Visits:
+    """Connections and notes that a source did not serve, since it was made. `strangers` could not show that they
+    belong to the deployment, `stalled` took no more of what they had asked for, `refused` asked for what no peer
+    of this version may have."""
+
+    strangers: int = 0
+    stalled: int = 0
+    refused: int = 0
+
+    def __add__(self, other: Visits) -> Visits:
+        return Visits(
+            strangers=self.strangers + other.strangers,
+            stalled=self.stalled + other.stalled,
+            refused=self.refused + other.refused,
+        )
+
+
 class KVSource(Protocol):
     """Prefill's side. Not thread-safe: called from the engine thread only."""
 
@@ -86,7 +104,11 @@ class KVSource(Protocol):
 
     def lapsed(self, now_s: float) -> list[Key]:
         """Keys whose lease ended by `now_s` (renewals received so far counted); each is reported once
-        and its hold is over: the caller frees its blocks."""
+        and its hold is over: the caller frees its blocks. Raises TrtpdError if nobody can be served any more: this
+        worker must start anew."""
+
+    def visits(self) -> Visits:
+        """What has come to the ports of the data plane that was not served."""
 
     def holds(self) -> dict[Key, int]:
         """Blocks held per key."""
@@ -122,7 +144,8 @@ class KVSink(Protocol):
 
     def progress(self) -> list[PullResult]:
         """Pulls that ended since the last call, aborted ones included (code "aborted"). Once a result is
-        returned no copy touches the reserved blocks any more."""
+        returned no copy touches the reserved blocks any more. Raises InternalError if a bug of ours has ended what
+        pulls: this worker must start anew."""
 
     def busy(self) -> bool:
         """True while any pull is unfinished."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 from collections.abc import Iterable, Sequence
 from typing import cast
 
@@ -90,6 +91,7 @@ class Arrivals:
         self._pull, self._layout = pull, layout
         self._row = {index: row for row, index in enumerate(i for i in piece if i in pull.digests)}
         self._sums: dict[int, Sums] = {}
+        self._adding = threading.Lock()
 
     def parts(self, run: Run) -> list[Run]:
         """The run in parts whose blocks are all to be verified and equally full, or all not to be."""
@@ -109,12 +111,13 @@ class Arrivals:
 
     def add(self, tp_rank: int, part: Run, heads: range, cells: Words, weights: Sums) -> None:
         """These cells, of heads as the model counts them, have arrived for a rank of the sink; `cells` hold the
-        source's bytes."""
-        if tp_rank not in self._sums:
-            self._sums[tp_rank] = np.zeros((len(self._row), self._layout.kv_heads), np.uint64)
+        source's bytes. Thread-safe."""
         tokens, row = self._pull.valid_tokens(part.index), self._row[part.index]
         sums = head_sums(cells, tokens, self._layout.tokens_per_block, weights)
-        self._sums[tp_rank][row : row + part.count, heads.start : heads.stop] += sums
+        with self._adding:
+            if tp_rank not in self._sums:
+                self._sums[tp_rank] = np.zeros((len(self._row), self._layout.kv_heads), np.uint64)
+            self._sums[tp_rank][row : row + part.count, heads.start : heads.stop] += sums
 
     def verify(self) -> None:
         """All of the piece has arrived. Raises IntegrityError."""

@@ -11,6 +11,9 @@ from trtpd.errors import LayoutError
 KVDtype = Literal["f32", "bf16", "f16", "fp8"]
 DTYPE_BYTES: dict[str, int] = {"f32": 4, "bf16": 2, "f16": 2, "fp8": 1}
 
+CONVERTIBLE = frozenset({"f32", "bf16"})
+"""Dtypes a sink can make of each other."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVLayout:
@@ -68,6 +71,11 @@ class KVLayout:
     def pairing_key(self) -> str:
         """Equal for two engines whose KV can be exchanged (TP and PP may differ; they are re-laid out)."""
         return f"{self.num_layers}l{self.kv_heads}h{self.head_dim}d{self.tokens_per_block}t{self.dtype}"
+
+    def pairing_key_for(self, *, convert_dtype: bool) -> str:
+        """`pairing_key`, the same for f32 and bf16 where one becomes the other on the way."""
+        convertible = convert_dtype and self.dtype in CONVERTIBLE
+        return self.pairing_key.removesuffix(self.dtype) + "f32|bf16" if convertible else self.pairing_key
 
     @property
     def fingerprint(self) -> str:

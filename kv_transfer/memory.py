@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from trtpd.errors import InternalError, LeaseError, TransferError
-from trtpd.kv_transfer.base import Key, PullResult, TransferSettings
+from trtpd.kv_transfer.base import Key, PullResult, TransferSettings, Visits
 from trtpd.kv_transfer.integrity import Arrivals
 from trtpd.kv_transfer.offer import Chunk, Offer, Seal
 from trtpd.kv_transfer.pull import Pull, check_offer
@@ -45,6 +45,12 @@ class MemoryDoor:
 
     def shut(self, key: Key) -> None:
         del self._renewed_s[key]
+
+    def visits(self) -> Visits:
+        return Visits()
+
+    def check(self) -> None:
+        """Nothing serves this door but its caller."""
 
     def close(self) -> None:
         self._renewed_s.clear()

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from trtpd.kv_transfer.asks import Open
-from trtpd.kv_transfer.base import TransferSettings
+from trtpd.kv_transfer.base import TransferSettings, Visits
 from trtpd.kv_transfer.convert import convert
 from trtpd.kv_transfer.grants import GrantingDoor, Grants
 from trtpd.kv_transfer.host import data_address, host_id, is_loopback
@@ -51,6 +51,13 @@ class NixlDoor(GrantingDoor):
         self.server = NixlServer(pools, self.grants, name=name, address=host, token=token, clock=clock)
         address = NixlAddress(machine=host_id(), loopback=is_loopback(host), metadata=self.server.metadata, token=token)
         self.address = msgspec.msgpack.encode(address)
+
+    def visits(self) -> Visits:
+        counters = self.server.counters
+        return Visits(strangers=counters["strangers"], refused=counters["bad_asks"])
+
+    def check(self) -> None:
+        self.server.check()
 
     def close(self) -> None:
         self.server.close()

@@ -21,6 +21,8 @@ from trtpd.kv_transfer.ranks import RankPools
 CONNECT_S = 10.0
 ANSWER_S = 2.0
 NAP_S = 100e-6
+SPIN_S = 1.0
+"""Of a write: so long UCX moves it on without a pause, since it moves only when called."""
 PING_S = 0.1
 GONE_S = 0.25
 
@@ -102,7 +104,8 @@ class NixlLink:
     ) -> tuple[Status, bytes]:
         self.connect()
         try:
-            return self._answer_to(self._send(request), time.monotonic() + timeout_s, interrupted)
+            until_s, moves = time.monotonic() + timeout_s, isinstance(request, Push)
+            return self._answer_to(self._send(request), until_s, interrupted, moves=moves)
         except BaseException:
             self.close()
             raise
@@ -116,10 +119,14 @@ class NixlLink:
             raise PeerGoneError(f"{self.name} has died: prefill the request elsewhere") from error
         return self._number
 
-    def _answer_to(self, number: int, until_s: float, interrupted: Callable[[], bool]) -> tuple[Status, bytes]:
-        """Waits for it. Pings all the while, since only sending shows that a peer has died."""
+    def _answer_to(
+        self, number: int, until_s: float, interrupted: Callable[[], bool], *, moves: bool = False
+    ) -> tuple[Status, bytes]:
+        """Waits for it; `moves` if KV comes with it. Pings all the while, since only sending shows that a peer has
+        died."""
         assert self._agent is not None
         self._pinged_s = time.monotonic()
+        spin_until_s = self._pinged_s + (SPIN_S if moves else 0.0)
         while True:
             for name, note in self._agent.notes():
                 if name == self._source:
@@ -134,7 +141,7 @@ class NixlLink:
             if now_s - self._pinged_s >= PING_S:
                 self._send(Ping())
                 self._pinged_s = now_s
-            time.sleep(NAP_S)
+            time.sleep(0.0 if now_s < spin_until_s else NAP_S)
 
     def gone(self) -> bool:
         """True if the source is known to be dead. Looks now and then."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from trtpd.errors import PeerGoneError, TransferError
+from trtpd.errors import InternalError, PeerGoneError, TransferError
 from trtpd.kv_transfer.asks import Check, Renew, Status
 from trtpd.kv_transfer.grants import Grant, Grants
 from trtpd.kv_transfer.nixl_agent import NixlAgent, Pieces
@@ -32,6 +32,9 @@ WRITES_LIMIT = 4
 BUSY_NAP_S = 50e-6
 IDLE_NAP_S = 2e-3
 BUSY_S = 0.05
+SPIN_S = 1.0
+"""A write moves only when NIXL is called. One that takes longer than this goes to a sink that stands still, or over a
+network that is slower than any nap."""
 
 
 @dataclass(slots=True)
@@ -59,22 +62,30 @@ class NixlServer:
         self._pools, self._grants, self._token, self._clock = pools, grants, token, clock
         self._name, self._address = name, address
         self._peers: dict[str, _Peer] = {}
+        self._wrote_s = 0.0
         self.counters = {"joined": 0, "strangers": 0, "bad_asks": 0, "lost": 0}
         self.metadata = b""
         self._failure: TransferError | None = None
+        self._broken: Exception | None = None
         self._started = threading.Event()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="kv-nixl", daemon=True)
         self._thread.start()
         if not self._started.wait(START_S):
             raise TransferError(f"NIXL did not start within {START_S} s")
-        if self._failure is not None:
-            raise self._failure
+        self.check()
 
     def close(self) -> None:
         """Ends the thread and its agent. No byte of a pool is read after it has returned."""
         self._closing = True
         self._thread.join()
+
+    def check(self) -> None:
+        """Raises TransferError if NIXL has failed, InternalError if a bug of ours has ended the thread."""
+        if self._failure is not None:
+            raise self._failure
+        if self._broken is not None:
+            raise InternalError(f"the thread that serves KV over NIXL has ended: {self._broken!r}") from self._broken
 
     def _run(self) -> None:
         try:
@@ -92,6 +103,9 @@ class NixlServer:
             self._failure = error
             self._started.set()
             log.error("NIXL has failed: nothing is sent over it any more: %s", error)
+        except Exception as error:  # noqa: BLE001 - the thread's end: `check` tells whoever relies on it
+            self._broken = error
+            self._started.set()
         finally:
             agent.close()
 
@@ -105,7 +119,10 @@ class NixlServer:
             writing = self._tend_writes(agent)
             now_s = time.monotonic()
             active_s = now_s if notes or writing else active_s
-            time.sleep(BUSY_NAP_S if now_s - active_s < BUSY_S else IDLE_NAP_S)
+            if writing and now_s - self._wrote_s < SPIN_S:
+                time.sleep(0.0)
+            else:
+                time.sleep(BUSY_NAP_S if now_s - active_s < BUSY_S else IDLE_NAP_S)
 
     def _tend_writes(self, agent: NixlAgent) -> bool:
         for peer in self._peers.values():
@@ -169,6 +186,7 @@ class NixlServer:
             of, to = self._pieces(ask, grant)
             if len(peer.writes) >= WRITES_LIMIT:
                 raise TransferError(f"{len(peer.writes)} writes are under way")
+            self._wrote_s = time.monotonic()
             peer.writes.append(agent.write(name, of, to, pack_answer(note.number, Status.OK)))
 
     def _join(self, agent: NixlAgent, name: str, ask: Join) -> Status:

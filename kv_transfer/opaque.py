@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from trtpd.errors import InternalError, TransferError
-from trtpd.kv_transfer.base import Key, PullResult, TransferSettings
+from trtpd.kv_transfer.base import Key, PullResult, TransferSettings, Visits
 from trtpd.kv_transfer.layout import KVLayout
 from trtpd.kv_transfer.leases import SourceLease
 from trtpd.kv_transfer.offer import OPAQUE_LIMIT_BYTES, Chunk, Offer, Seal
@@ -95,6 +95,10 @@ class OpaqueSource:
 
     def end(self, key: Key) -> bool:
         return self._holds.pop(key, None) is not None
+
+    def visits(self) -> Visits:
+        """The engine's ports are its own."""
+        return Visits()
 
     def lapsed(self, now_s: float) -> list[Key]:
         return [key for key, hold in list(self._holds.items()) if hold.lease.lapsed(now_s) and self.end(key)]

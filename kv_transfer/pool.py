@@ -67,6 +67,7 @@ class SharedPool:
         plan = file.plan_file(layout, address.num_blocks, address.tp_rank, address.pp_rank)
         prot = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
         flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if writable else 0)
+        self._kv_at, self._stride_bytes = plan.kv_at, plan.stride_bytes
         self._control = mmap.mmap(fd, plan.kv_at, mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self._kv = mmap.mmap(fd, address.size_bytes - plan.kv_at, flags, prot, offset=plan.kv_at)
         self._view(plan)
@@ -186,6 +187,10 @@ class SharedPool:
     def kv_bytes(self) -> int:
         """Size of the KV area."""
         return 0 if self._closed else len(self._kv)
+
+    def place_of(self, array: int) -> tuple[int, int]:
+        """Where an array of `grid` lies: the file's descriptor, which is the pool's, and the offset in bytes."""
+        return self._fd, self._kv_at + array * self._stride_bytes
 
     def close(self) -> None:
         """Unmaps; the creator unlinks. Idempotent. Arrays still referenced elsewhere stay readable."""

@@ -122,8 +122,12 @@ class Puller:
                 self._changed.notify()
 
     def progress(self) -> list[PullResult]:
+        """As KVSink.progress. Raises InternalError once the thread has ended by a bug of ours and all it had is told:
+        who goes on would pull nothing any more."""
         with self._changed:
             results, self._results = self._results, []
+            if self._broken and not results and not self._closing:
+                raise InternalError(f"the thread that pulls KV has ended: {self._broken!r}") from self._broken
         return results
 
     def busy(self) -> bool:
@@ -149,6 +153,7 @@ class Puller:
                 tasks = list(self._tasks.values())
             for task in tasks:
                 self._finish(task, _internal(error))
+            self._wake()
 
     def _next(self) -> _Task | None:
         """Waits for a pull with something to do; None when closing and all have ended."""

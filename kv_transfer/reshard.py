@@ -9,9 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trtpd.errors import LayoutError
-from trtpd.kv_transfer.layout import KVLayout
-
-CONVERTIBLE = frozenset({"f32", "bf16"})
+from trtpd.kv_transfer.layout import CONVERTIBLE, KVLayout
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,8 +16,8 @@ from trtpd.kv_transfer.ranks import RankPools
 from trtpd.kv_transfer.reshard import slices_for
 from trtpd.kv_transfer.runs import Run, split
 
-TILE_BYTES = 3 << 20
-"""What is digested is handled in tiles of about this size: while it is in cache, and in few enough calls."""
+TILE_BYTES = 2 << 20
+"""Copies are made, and digested, in tiles of about this size: few enough calls, and enough to share."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,18 +107,25 @@ def copy_cells(route: Route, source: SharedPool, run: Run, arrays: range) -> Non
         convert(of, source.layout.dtype, to, route.sink.layout.dtype)
 
 
-def copy_run(route: Route, source: SharedPool, run: Run, arrivals: Arrivals) -> None:
-    """Copies a run in all layers, and digests while in cache what is to be verified: the bytes that arrived or,
-    where they were converted on the way, the source's."""
-    converted = source.layout.dtype != route.sink.layout.dtype
+def copy_jobs(route: Route, source: SharedPool, run: Run, arrivals: Arrivals) -> Iterator[Callable[[], None]]:
+    """What copies a run in all layers, tile by tile and in any order, and digests what is to be verified: the bytes
+    that arrived or, where they were converted on the way, the source's."""
     for part in arrivals.parts(run):
-        if not arrivals.wanted(part):
-            for arrays in tiles(route, part.count) if converted else [route.arrays]:
-                copy_cells(route, source, part, arrays)
-            continue
         for tile in split(part, max(1, TILE_BYTES // route.block_bytes())):
             for arrays in tiles(route, tile.count):
-                copy_cells(route, source, tile, arrays)
-                cells = route.source_cells(source, tile, arrays) if converted else route.sink_cells(tile, arrays)
-                weights = route.weights[arrays.start : arrays.stop]
-                arrivals.add(route.sink.address.tp_rank, tile, route.heads, cells, weights)
+                yield functools.partial(_copy_tile, route, source, tile, arrays, arrivals)
+
+
+def copy_run(route: Route, source: SharedPool, run: Run, arrivals: Arrivals) -> None:
+    """Does them all."""
+    for job in copy_jobs(route, source, run, arrivals):
+        job()
+
+
+def _copy_tile(route: Route, source: SharedPool, tile: Run, arrays: range, arrivals: Arrivals) -> None:
+    copy_cells(route, source, tile, arrays)
+    if arrivals.wanted(tile):
+        converted = source.layout.dtype != route.sink.layout.dtype
+        cells = route.source_cells(source, tile, arrays) if converted else route.sink_cells(tile, arrays)
+        weights = route.weights[arrays.start : arrays.stop]
+        arrivals.add(route.sink.address.tp_rank, tile, route.heads, cells, weights)

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
 from trtpd.errors import LayoutError, LeaseError, TransferError
-from trtpd.kv_transfer.base import Key, TransferSettings
+from trtpd.kv_transfer.base import Key, TransferSettings, Visits
+from trtpd.kv_transfer.hands import Hands, cores_here
 from trtpd.kv_transfer.host import host_id
 from trtpd.kv_transfer.leases import LeaseSlots, is_granted, lease_tag, write_renewal
 from trtpd.kv_transfer.offer import Offer, decode_message
@@ -21,12 +23,14 @@ from trtpd.kv_transfer.peers import Peer, PeerPools
 from trtpd.kv_transfer.pool import PoolAddress
 from trtpd.kv_transfer.pull import Pull, check_offer
 from trtpd.kv_transfer.ranks import RankPools
-from trtpd.kv_transfer.routes import Route, copy_run
+from trtpd.kv_transfer.routes import Route, copy_jobs
 from trtpd.kv_transfer.runs import coalesce
 from trtpd.kv_transfer.sink import Plans, Sink
 from trtpd.kv_transfer.source import Source
 
-PIECE_BYTES = 32 << 20
+PIECE_BYTES = 128 << 20
+SHARED_BYTES = 4 << 20
+"""Waking another thread takes longer than to copy less than this."""
 TRANSPORT = "shm"
 
 
@@ -69,6 +73,12 @@ class ShmDoor:
     def shut(self, key: Key) -> None:
         self._slots.give_back(self._granted.pop(key)[0])
 
+    def visits(self) -> Visits:
+        return Visits()
+
+    def check(self) -> None:
+        """Nothing serves this door but the file system."""
+
     def close(self) -> None:
         self._slots.close()
 
@@ -96,6 +106,7 @@ class ShmSink(Sink):
         super().__init__(pools, settings, piece_bytes=PIECE_BYTES, wake=wake, clock=clock)
         self._peers = PeerPools()
         self._plans = Plans(pools)
+        self._hands = Hands(cores_here())
 
     def reaches(self, address: bytes) -> bool:
         """Whether it is an address on this host."""
@@ -114,6 +125,7 @@ class ShmSink(Sink):
 
     def close(self) -> None:
         self.close_pullers()
+        self._hands.close()
         self._peers.close()
 
     def _connect(self, offer: Offer) -> ShmCarrier:
@@ -136,24 +148,27 @@ class ShmSink(Sink):
                 )
         control = self._peers.get(address.ranks[0], offer.layout)
         peers = {rank: self._peers.get(by_rank[rank], offer.layout) for rank in needed}
-        return ShmCarrier(self._plans, self._peers, control, peers, offer, routes, address.lease_slot)
+        ways = Ways(control, peers, routes, address.lease_slot)
+        return ShmCarrier(self._plans, self._peers, self._hands, offer, ways)
+
+
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """Where the KV of one offer is: the first pool, with the lease slot in it, and the pools it comes from by rank."""
+
+    control: Peer
+    ranks: dict[tuple[int, int], Peer]
+    routes: Sequence[Route]
+    lease_slot: int
 
 
 class ShmCarrier:
     """Carrier over mapped pools: copies run by run, and verifies the bytes that arrived while in cache."""
 
-    def __init__(
-        self,
-        plans: Plans,
-        peers: PeerPools,
-        control: Peer,
-        ranks: dict[tuple[int, int], Peer],
-        offer: Offer,
-        routes: Sequence[Route],
-        lease_slot: int,
-    ) -> None:
-        self._plans, self._peers, self._control, self._ranks = plans, peers, control, ranks
-        self._offer, self._routes, self._slot = offer, routes, lease_slot
+    def __init__(self, plans: Plans, peers: PeerPools, hands: Hands, offer: Offer, ways: Ways) -> None:
+        self._plans, self._peers, self._hands, self._offer = plans, peers, hands, offer
+        self._control, self._ranks = ways.control, ways.ranks
+        self._routes, self._slot = ways.routes, ways.lease_slot
         self._tag = lease_tag(*offer.key, offer.generation)
         self._used: list[Peer] = []
 
@@ -188,11 +203,16 @@ class ShmCarrier:
         arrivals = self._plans.arrivals(pull, piece)
         source, sink = pull.offer.blocks[piece.start : piece.stop], pull.blocks[piece.start : piece.stop]
         runs = coalesce(source, sink, first_index=piece.start)
-        for route in self._routes:
-            for run in runs:
-                copy_run(route, self._ranks[route.source_rank].pool, run, arrivals)
+        size_bytes = len(piece) * sum(len(route.arrays) * route.block_bytes() for route in self._routes)
+        jobs = (
+            job
+            for route in self._routes
+            for run in runs
+            for job in copy_jobs(route, self._ranks[route.source_rank].pool, run, arrivals)
+        )
+        self._hands.share(jobs, worth=size_bytes >= SHARED_BYTES)
         arrivals.verify()
-        return len(piece) * sum(len(route.arrays) * route.block_bytes() for route in self._routes)
+        return size_bytes
 
     def close(self) -> None:
         for peer in self._used:

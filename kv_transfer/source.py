@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from trtpd.errors import InternalError
-from trtpd.kv_transfer.base import Key, TransferSettings
+from trtpd.kv_transfer.base import Key, TransferSettings, Visits
 from trtpd.kv_transfer.ledger import HoldLedger
 from trtpd.kv_transfer.offer import Chunk, Offer, Seal, Way
 from trtpd.kv_transfer.ranks import RankPools
@@ -33,6 +33,12 @@ class Door(Protocol):
 
     def shut(self, key: Key) -> None:
         """The hold is over: whoever asks is told so."""
+
+    def visits(self) -> Visits:
+        """Who came in vain."""
+
+    def check(self) -> None:
+        """Raises TrtpdError if what serves this door has ended by itself."""
 
     def close(self) -> None:
         """Lets nobody in any more."""
@@ -86,7 +92,12 @@ class Source:
             door.shut(key)
         return True
 
+    def visits(self) -> Visits:
+        return sum((door.visits() for door in self._doors), Visits())
+
     def lapsed(self, now_s: float) -> list[Key]:
+        for door in self._doors:
+            door.check()
         for key in self._ledger.holds():
             self._receive(key, now_s)
         return [key for key in self._ledger.lapsed(now_s) if not self._saved_at_last(key, now_s) and self.end(key)]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 
-from trtpd.kv_transfer.base import TransferSettings
+from trtpd.kv_transfer.base import TransferSettings, Visits
 from trtpd.kv_transfer.convert import convert
 from trtpd.kv_transfer.grants import GrantingDoor, Grants
 from trtpd.kv_transfer.host import data_address, host_id, is_loopback
@@ -47,6 +47,13 @@ class TcpDoor(GrantingDoor):
         self.server = TcpServer(pools, self.grants, host=host, key=settings.secret + token, clock=clock)
         address = TcpAddress(machine=host_id(), host=host, port=self.server.port, token=token)
         self.address = msgspec.msgpack.encode(address)
+
+    def visits(self) -> Visits:
+        counters = self.server.counters
+        return Visits(strangers=counters["strangers"], stalled=counters["stalled"], refused=counters["bad_requests"])
+
+    def check(self) -> None:
+        self.server.check()
 
     def close(self) -> None:
         self.server.close()

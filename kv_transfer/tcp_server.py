@@ -1,25 +1,24 @@
 """The source's end of TCP: one thread that serves blocks of the pools of all ranks to those who may have them.
 
-Bytes go from the pool to the kernel without a copy of ours. A connection has at most one request in work and no
-buffer that grows, there are at most so many connections, and one that doesn't move in time is dropped.
+Bytes go from the pool's file to the socket (sendfile): the kernel sends the pool's own pages. A connection has at most
+one request in work and no buffer that grows, there are at most so many connections, and one that doesn't move in time
+is dropped.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import os
 import selectors
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from trtpd.errors import TransferError
+from trtpd.errors import InternalError, TransferError
 from trtpd.kv_transfer.asks import Check, Open, Renew, Status
 from trtpd.kv_transfer.grants import Grant, Grants
 from trtpd.kv_transfer.ranks import RankPools
@@ -46,11 +45,21 @@ PEERS_LIMIT = 256
 GREETING_S = 3.0
 STALL_S = 30.0
 SWEEP_S = 0.5
-SEND_VIEWS = 512
+SEND_BYTES = 8 << 20
+"""What one connection is sent before others get their turn."""
+
+
+class Extent:
+    """Bytes of a pool's file that are still to be sent."""
+
+    __slots__ = ("at", "fd", "left")
+
+    def __init__(self, fd: int, at: int, left: int) -> None:
+        self.fd, self.at, self.left = fd, at, left
 
 
 class _Connection:
-    """One peer. What it waits for is in `inbox` and `wanted`; what it is sent is in `batch` and `more`."""
+    """One peer. What it waits for is in `inbox` and `wanted`; what it is sent is `head`, then `extent`, then `more`."""
 
     def __init__(self, sock: socket.socket, now_s: float) -> None:
         self.sock = sock
@@ -60,33 +69,43 @@ class _Connection:
         self.requests = 0
         self.inbox = bytearray()
         self.wanted = ANSWER_BYTES
-        self.batch: deque[memoryview] = deque([memoryview(MAGIC + self.nonce)])
-        self.more: Iterator[memoryview] = iter(())
+        self.head = bytearray(MAGIC + self.nonce)
+        self.extent: Extent | None = None
+        self.more: Iterator[Extent] = iter(())
         self.moved_s = now_s
 
     @property
     def sending(self) -> bool:
-        return bool(self.batch)
+        return bool(self.head) or self.extent is not None
 
-    def reply(self, status: Status, size_bytes: int = 0, views: Iterator[memoryview] | None = None) -> None:
-        self.batch.append(memoryview(REPLY.pack(self.requests, status, size_bytes)))
-        self.more = views or iter(())
+    def reply(self, status: Status, data: bytes = b"") -> None:
+        self._reply(status, len(data))
+        self.head += data
+
+    def reply_from(self, extents: Iterator[Extent], size_bytes: int) -> None:
+        """OK, with that many bytes of pools."""
+        self._reply(Status.OK, size_bytes)
+        self.more, self.extent = extents, next(extents)
+
+    def _reply(self, status: Status, size_bytes: int) -> None:
+        self.head += REPLY.pack(self.requests, status, size_bytes)
         self.requests += 1
 
-    def fill(self) -> bool:
-        """Takes more views to send, if there are any."""
-        self.batch.extend(itertools.islice(self.more, SEND_VIEWS - len(self.batch)))
-        return bool(self.batch)
-
-    def sent(self, count: int) -> None:
-        """Drops `count` bytes from the front."""
-        while count:
-            view = self.batch[0]
-            if count < len(view):
-                self.batch[0] = view[count:]
-                return
-            count -= len(view)
-            self.batch.popleft()
+    def send(self) -> int:
+        """Sends some of what there is, as far as the socket takes it at once; the bytes. Raises OSError."""
+        if self.head:
+            count = self.sock.send(self.head, socket.MSG_MORE if self.extent is not None else 0)
+            del self.head[:count]
+            return count
+        assert self.extent is not None
+        extent = self.extent
+        count = os.sendfile(self.sock.fileno(), extent.fd, extent.at, extent.left)
+        if count == 0:
+            raise OSError(f"the pool's file ends before byte {extent.at + extent.left}")
+        extent.at, extent.left = extent.at + count, extent.left - count
+        if not extent.left:
+            self.extent = next(self.more, None)
+        return count
 
 
 class TcpServer:
@@ -95,10 +114,6 @@ class TcpServer:
     def __init__(self, pools: RankPools, grants: Grants, *, host: str, key: bytes, clock: Callable[[], float]) -> None:
         """Raises TransferError if it can't listen there."""
         self._pools, self._grants, self._key, self._clock = pools, grants, key, clock
-        self._arrays = {
-            rank: [memoryview(array.reshape(-1).view("u1")) for array in pool.grid]
-            for rank, pool in pools.by_rank.items()
-        }
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -118,11 +133,13 @@ class TcpServer:
         self._selector.register(self._bell, selectors.EVENT_READ)
         self._connections: set[_Connection] = set()
         self._closing = False
+        self._broken: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="kv-serve", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread and every connection. No byte of a pool is read after it has returned."""
+        """Ends the thread and every connection. What the kernel has taken over by then it may still send; pages that
+        have changed meanwhile are found out by their reader, as always, by epoch."""
         self._closing = True
         os.eventfd_write(self._bell, 1)
         self._thread.join()
@@ -131,9 +148,19 @@ class TcpServer:
         self._selector.close()
         self._listener.close()
         os.close(self._bell)
-        self._arrays.clear()
+
+    def check(self) -> None:
+        """Raises InternalError if a bug of ours has ended the thread."""
+        if self._broken is not None:
+            raise InternalError(f"the thread that serves KV over TCP has ended: {self._broken!r}") from self._broken
 
     def _run(self) -> None:
+        try:
+            self._serve_all()
+        except Exception as error:  # noqa: BLE001 - the thread's end: `check` tells whoever relies on it
+            self._broken = error
+
+    def _serve_all(self) -> None:
         sweep_s = time.monotonic() + SWEEP_S
         while not self._closing:
             for event, ready in self._selector.select(SWEEP_S):
@@ -198,10 +225,12 @@ class TcpServer:
         connection.sock.close()
 
     def _send(self, connection: _Connection) -> None:
-        if connection.fill():
-            connection.sent(connection.sock.sendmsg(connection.batch))
-            connection.moved_s = time.monotonic()
-        if not connection.fill():
+        sent_bytes = 0
+        with contextlib.suppress(BlockingIOError):
+            while connection.sending and sent_bytes < SEND_BYTES:
+                sent_bytes += connection.send()
+        connection.moved_s = time.monotonic() if sent_bytes else connection.moved_s
+        if not connection.sending:
             self._selector.modify(connection.sock, selectors.EVENT_READ, connection)
 
     def _receive(self, connection: _Connection) -> None:
@@ -235,7 +264,7 @@ class TcpServer:
         if len(mac) != MAC_BYTES or not same(mac, mac_of(self._key, b"sink", connection.nonce, nonce)):
             raise TransferError("a peer has another key, or the offer of a process that was here before")
         connection.known = True
-        connection.batch.append(memoryview(mac_of(self._key, b"source", connection.nonce, nonce)))
+        connection.head += mac_of(self._key, b"source", connection.nonce, nonce)
 
     def _answer(self, connection: _Connection, request: Request) -> None:
         """Raises TransferError for a request that no peer of this version makes."""
@@ -254,9 +283,9 @@ class TcpServer:
             connection.reply(Status.NOT_HELD)
         elif isinstance(request, Check):
             epochs = np.array(self._pools.control.epochs_of(grant.blocks), "<u8").tobytes()
-            connection.reply(Status.OK, len(epochs), iter([memoryview(epochs)]))
+            connection.reply(Status.OK, epochs)
         else:
-            connection.reply(Status.OK, *self._read(request, grant))
+            connection.reply_from(*self._read(request, grant))
 
     def _open(self, request: Open) -> Status:
         control = self._pools.control
@@ -264,8 +293,8 @@ class TcpServer:
             return Status.OTHER_GENERATION
         return Status.OK if request.fingerprint == control.layout.fingerprint else Status.OTHER_LAYOUT
 
-    def _read(self, request: Read, grant: Grant) -> tuple[int, Iterator[memoryview]]:
-        """How many bytes, and where they lie. Raises TransferError for what is not the hold's."""
+    def _read(self, request: Read, grant: Grant) -> tuple[Iterator[Extent], int]:
+        """Where the bytes lie, and how many. Raises TransferError for what is not the hold's."""
         pool = self._pools.by_rank.get((request.tp_rank, request.pp_rank))
         if pool is None:
             raise TransferError(f"a peer asked for rank {request.tp_rank}.{request.pp_rank}, which is not here")
@@ -280,9 +309,9 @@ class TcpServer:
         head_bytes = pool.cells[0, 0, 0].nbytes
         size_bytes = blocks * (request.end_array - request.first_array)
         size_bytes *= (request.end_head - request.first_head) * head_bytes
-        views = self._arrays[request.tp_rank, request.pp_rank][request.first_array : request.end_array]
         spans = spans_of(request.runs, range(request.first_head, request.end_head), heads, head_bytes)
-        return size_bytes, (view[span] for view in views for span in spans)
+        places = (pool.place_of(array) for array in range(request.first_array, request.end_array))
+        return (Extent(fd, at + s.start, s.stop - s.start) for fd, at in places for s in spans), size_bytes
 
 
 def spans_of(runs: Sequence[tuple[int, int]], part: range, heads: int, head_bytes: int) -> list[slice]:

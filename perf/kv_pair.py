@@ -5,6 +5,7 @@ python -m trtpd.perf.kv_pair SETUP    (made by KVPair: serves one command per li
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -32,6 +33,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     transport: str
     generation: str
     digests: bool
+    cores: tuple[int, ...] = ()
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,6 +139,8 @@ def settings_of(setup: Setup) -> TransferSettings:
 
 def serve(setup: Setup) -> None:
     """The source's process, until standard input ends."""
+    if setup.cores:
+        os.sched_setaffinity(0, setup.cores)
     try:
         pool = SharedPool.create("bench-source", setup.layout, setup.num_blocks, generation=setup.generation)
         for number, array in enumerate(pool.keys + pool.values):

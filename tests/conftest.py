@@ -37,15 +37,16 @@ def golden() -> dict:
 
 @pytest.fixture(scope="session")
 def make_build(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """make_build(name, pools as YAML flow text, extra=YAML lines) -> an f32 build of SmolLM2, made once per session."""
+    """make_build(name, pools as YAML flow text, extra=YAML lines, engine=ENGINE) -> an f32 build of SmolLM2, made once
+    per session."""
     made: dict[str, Path] = {}
 
-    def make(name: str, pools: str, *, extra: str = "") -> Path:
+    def make(name: str, pools: str, *, extra: str = "", engine: str = "openvino") -> Path:
         if name not in made:
             home = tmp_path_factory.mktemp(name)
             spec = home / "pipeline.yaml"
             spec.write_text(
-                f"model: {smollm2}\nengine: openvino\nprecision: f32\npools: {pools}\n"
+                f"model: {smollm2}\nengine: {engine}\nprecision: f32\npools: {pools}\n"
                 f"slo: {{ttft_ms: 30000, tpot_ms: 2000}}\n{extra}"
             )
             run = trtpd("build", spec, "--output", home / "build")

@@ -43,7 +43,8 @@ class Load:
     `preemptions` counts, since the instance's start, sequences that lost their blocks to others and were computed
     anew. `cached_blocks` of its KV hold beginnings of prompts that others may share (those that no sequence has count
     as free); `evicted` are the hashes, as in `Arrived.block_hashes`, of those that are gone since the last report.
-    `draining`: it takes nothing new and will go when it is empty.
+    `draining`: it takes nothing new and will go when it is empty. `strangers`, `stalled` and `refused` count who came
+    to its data plane in vain since it started (kv_transfer's Visits).
     """
 
     kv_blocks_free: int
@@ -57,6 +58,9 @@ class Load:
     cached_blocks: int = 0
     evicted: tuple[int, ...] = ()
     draining: bool = False
+    strangers: int = 0
+    stalled: int = 0
+    refused: int = 0
 
 
 # Events from one instance, carried by Step ------------------------------------------------------------------

@@ -113,6 +113,9 @@ def instance_view(instance: Instance, now_s: float) -> dict[str, Any]:
         "kv_blocks_cached": load.cached_blocks,
         "preemptions": load.preemptions,
         "kv_blocks_promised": instance.committed_blocks,
+        "strangers": load.strangers,
+        "stalled": load.stalled,
+        "refused": load.refused,
         "losses": len(instance.losses_s),
         "transports": list(hello.transports),
     }

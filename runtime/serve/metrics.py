@@ -35,7 +35,9 @@ COUNTERS = {
     "trtpd_shed_total": "Requests refused for lack of capacity, by reason",
     "trtpd_moves_total": "Sessions moved from one decode instance to another, by reason",
     "trtpd_ladder_changes_total": "Moves of the degradation ladder, by new rung and reason",
+    "trtpd_data_plane_visits_total": "Connections to KV ports that were not served: strangers, stalled, refused",
 }
+VISITS = ("strangers", "stalled", "refused")
 HISTOGRAMS = {
     "trtpd_ttft_seconds": ("Arrival to first token", TTFT_BUCKETS_S),
     "trtpd_tpot_seconds": ("Mean gap between the tokens of a request", TPOT_BUCKETS_S),
@@ -91,6 +93,7 @@ class Metrics:
         self._observed: list[tuple[str, Labels, float]] = []
         self._gauges: dict[tuple[str, Labels], float] = {}
         self._sent_gauges: dict[tuple[str, Labels], float] = {}
+        self._visits: dict[tuple[str, str], tuple[str, int]] = {}
         self._former: dict[tuple[str, str], int] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
@@ -130,6 +133,17 @@ class Metrics:
             self.gauge("trtpd_instance_running", view["running"], instance=name)
             self.gauge("trtpd_instance_slowness", round(view["slowness"], 2), instance=name)
             self.gauge("trtpd_instance_quarantined", float(view["quarantined_for_s"] > 0.0), instance=name)
+            for kind in VISITS:
+                self._count_up(view[kind], view["generation"], instance=name, kind=kind)
+
+    def _count_up(self, total: int, generation: str, *, instance: str, kind: str) -> None:
+        """What an instance counts itself, from 0 in every generation."""
+        known, counted = self._visits.get((instance, kind), (generation, 0))
+        if known != generation:
+            counted = 0
+        self._visits[instance, kind] = (generation, total)
+        if total > counted:
+            self.count("trtpd_data_plane_visits_total", total - counted, instance=instance, kind=kind)
 
     def _grown(self, name: str, label: str, reason: str, number: int) -> None:
         """Counts what a counter of the router has grown by since the last snapshot."""

@@ -22,6 +22,7 @@ from pathlib import Path
 import msgspec
 
 from trtpd.errors import EngineError, ServeError, TrtpdError
+from trtpd.kv_transfer.hands import copying_environment
 from trtpd.kv_transfer.pool import sweep
 from trtpd.runtime.serve.rundir import tail
 from trtpd.runtime.worker.gpus import GpuBinding
@@ -262,8 +263,8 @@ class WorkerProcess:
 
 
 def worker_environment(base: Mapping[str, str]) -> dict[str, str]:
-    """A stub's environment without what only the server needs."""
-    env = dict(base)
+    """A stub's environment without what only the server needs, and with what makes copies of KV fast."""
+    env = copying_environment(base)
     former = env.pop("TRTPD_LD_LIBRARY_PATH", None)
     if former is not None:
         env.pop("LD_LIBRARY_PATH", None)

@@ -22,7 +22,7 @@ from trtpd.build.manifest import (
     rebuild,
 )
 from trtpd.build.roles import split_cores
-from trtpd.errors import EngineError, InputError, TransferError
+from trtpd.errors import EngineError, InputError, LeaseError, TransferError
 from trtpd.kv_transfer.base import KVSink, KVSource, TransferSettings
 from trtpd.kv_transfer.factory import make_sink, make_source, transports_of
 from trtpd.kv_transfer.opaque import TRANSPORT as OPAQUE
@@ -47,6 +47,8 @@ class _TransferSection(msgspec.Struct, frozen=True):
 
     lease_s: float = 10.0
     digests: bool = True
+    digest_every: int = 1
+    convert_dtype: bool = False
     one_piece_tokens: int = 128
     path: str = "auto"
     listen: str = "127.0.0.1"
@@ -105,8 +107,8 @@ def assemble(place: Place, ranks: Ranks | None = None) -> Worker:
         rate = warm_up(engine)
         settings = transfer_settings(place, generation, manifest)
         transports = transports_between(engine, settings)
-        hello = hello_of(place.instance, generation, config, engine, transports, prefill_tokens_per_s=rate)
-        pools = pools_of(engine)
+        hello = hello_of(settings, config, engine, transports, prefill_tokens_per_s=rate)
+        pools = pools_of(engine, place.instance)
         if pools is not None:
             parts.callback(pools.close_attached)
         source, sink = hand_off_of(engine, pools, hello, settings)
@@ -230,8 +232,7 @@ def settle_on_cores(cores: tuple[int, ...], instance: str) -> None:
 
 
 def hello_of(
-    instance: str,
-    generation: str,
+    settings: TransferSettings,
     config: EngineConfig,
     engine: Engine,
     transports: tuple[str, ...],
@@ -241,12 +242,12 @@ def hello_of(
     """How this instance registers: as what it has loaded, whatever its build's manifest says by now."""
     limits, gpus = engine.limits, own_binding()
     return Hello(
-        instance=instance,
-        generation=generation,
+        instance=settings.instance,
+        generation=settings.generation,
         role=config.role,
         model=config.model,
         fingerprint=config.pair_fingerprint,
-        pairing_key=config.layout.pairing_key,
+        pairing_key=config.layout.pairing_key_for(convert_dtype=settings.convert_dtype),
         host=socket.gethostname(),
         kv_blocks=limits.kv_blocks,
         tokens_per_block=limits.tokens_per_block,
@@ -269,7 +270,8 @@ def transfer_settings(place: Place, generation: str, manifest: Manifest) -> Tran
         instance=place.instance,
         generation=generation,
         lease_s=section.lease_s,
-        digest_every=1 if section.digests else 0,
+        digest_every=section.digest_every if section.digests else 0,
+        convert_dtype=section.convert_dtype,
         one_piece_tokens=section.one_piece_tokens,
         path=section.path,
         listen=section.listen,
@@ -291,10 +293,18 @@ def transports_between(engine: Engine, settings: TransferSettings) -> tuple[str,
     return (OPAQUE,)
 
 
-def pools_of(engine: Engine) -> RankPools | None:
+def pools_of(engine: Engine, instance: str) -> RankPools | None:
     """The pools of all ranks of this engine's group, None where it moves its KV itself; `close_attached` lets go of the
-    others'. Raises TransferError."""
-    return None if engine.kv is None else RankPools.of_group(engine.kv.pool, engine.kv.others)
+    others'. Raises EngineError where they are on other hosts."""
+    if engine.kv is None:
+        return None
+    try:
+        return RankPools.of_group(engine.kv.pool, engine.kv.others)
+    except LeaseError as error:
+        raise EngineError(
+            f"{instance}: rank 0 moves the KV of all its ranks and can't map that of another ({error}); ranks may be "
+            "on other hosts (pools.*.hosts) only where all see one /dev/shm: give each host an instance of its own"
+        ) from error
 
 
 def hand_off_of(

@@ -7,6 +7,7 @@ and KVSink alike; nothing here counts ranks.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from trtpd.errors import (
     TransferError,
     TrtpdError,
 )
-from trtpd.kv_transfer.base import Key, KVSink, KVSource, PullResult
+from trtpd.kv_transfer.base import Key, KVSink, KVSource, PullResult, Visits
 from trtpd.runtime.core import events as core
 from trtpd.runtime.engine.base import (
     Engine,
@@ -64,6 +65,7 @@ REPORT_EVERY_S = 0.5
 SWEEP_EVERY_S = 0.25
 DEADLINE_GRACE_S = 2.0
 ABANDON_S = 5.0
+NO_VISITS = Visits()
 
 
 class Link(Protocol):
@@ -200,7 +202,11 @@ class Leader:
         self._link.busy_since_s = None
         for event in latest_chunks(report.events):
             self._on_engine(event)
-        return report.load
+        return self._with_visits(report.load)
+
+    def _with_visits(self, load: core.Load) -> core.Load:
+        visits = self._source.visits() if self._source is not None else NO_VISITS
+        return load if visits == NO_VISITS else dataclasses.replace(load, **dataclasses.asdict(visits))
 
     def _report(self, load: core.Load) -> None:
         """Sends the step's one message, if there is anything to tell or it is time to repeat the load."""

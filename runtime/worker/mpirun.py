@@ -15,7 +15,7 @@ from trtpd.errors import EngineError
 from trtpd.runtime.engine.mpi import MEND
 
 FIND_S = 60.0
-FORWARDED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH")
+FORWARDED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "GLIBC_TUNABLES")
 FORWARDED_PREFIXES = ("UCX_", "NCCL_", "NIXL_", "TRTLLM_")
 """Variables that ranks on other hosts get too."""
 

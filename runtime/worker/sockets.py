@@ -24,6 +24,8 @@ from trtpd.errors import InternalError, ServeError, TrtpdError
 from trtpd.runtime.worker.messages import LIMIT_BYTES
 
 HIGH_WATER_MESSAGES = 20_000
+PING_MS = 500
+DEAF_MS = 2000
 LINGER_MS = 500
 IPC_PATH_LIMIT_BYTES = 107
 TRANSFER_SECRET = "transfer.key_secret"
@@ -97,8 +99,12 @@ def transfer_secret(keys: Path | None) -> bytes:
 
 
 def open_socket(context: zmq.Context[Socket], kind: int) -> Socket:
-    """A socket with our limits: bounded frames, bounded queues, a short linger."""
+    """A socket with our limits: bounded frames, bounded queues, a short linger, and no faith in a connection that is
+    silent: once the network is back, TCP would keep one that was cut waiting for as long as the cut had lasted."""
     socket = context.socket(kind)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, PING_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, DEAF_MS)
+    socket.setsockopt(zmq.CONNECT_TIMEOUT, DEAF_MS)
     socket.setsockopt(zmq.LINGER, LINGER_MS)
     socket.setsockopt(zmq.MAXMSGSIZE, LIMIT_BYTES)
     socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MESSAGES)

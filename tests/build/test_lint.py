@@ -42,6 +42,12 @@ BIG_POOL = pools(kv_tokens=1 << 20)
 PIPELINES: list[tuple[str, str, str, dict[str, Any], Machine]] = [
     ("precision_unsupported", "error", "pools.prefill.precision", {"precision": "fp8"}, make_machine()),
     ("kv_dtype_differs", "error", "pools.decode.kv_dtype", pools(kv_dtype="bf16"), make_machine()),
+    ("kv_dtype_differs", "error", "pools.decode.kv_dtype",
+     pools(kv_dtype="f16") | {"transfer": {"convert_dtype": True}}, make_machine()),
+    ("kv_dtype_converted", "warning", "pools.decode.kv_dtype",
+     pools(kv_dtype="bf16") | {"transfer": {"convert_dtype": True}}, make_machine()),
+    ("convert_dtype_unused", "warning", "transfer.convert_dtype",
+     {"transfer": {"convert_dtype": True}}, make_machine()),
     ("kv_dtype_unsupported", "error", "pools.prefill.kv_dtype", {"kv": {"dtype": "fp8"}}, make_machine()),
     ("kv_dtype_cpu", "error", "pools.prefill.kv_dtype", {"kv": {"dtype": "bf16"}}, make_machine()),
     ("kv_dtype_cpu", "error", "pools.decode.kv_dtype", {"kv": {"dtype": "f16"}}, make_machine()),

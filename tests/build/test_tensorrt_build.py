@@ -5,9 +5,10 @@ import json
 import os
 import shutil
 import signal
-import threading
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from tokenizers import Tokenizer, models
 from trtpd_testing.gpu_models import EIGHT_KV_HEADS, read_stored, write_random_model
 
 from trtpd.build.backends.tensorrt_llm.engine_dir import profile_faults
-from trtpd.build.backends.tensorrt_llm.runs import Run, run_all, share_devices, visible_devices
+from trtpd.build.backends.tensorrt_llm.runs import share_devices, visible_devices
 from trtpd.build.builder import BuildResult, build
 from trtpd.build.lint import lint
 from trtpd.build.manifest import Manifest, read_engine_config, read_manifest
@@ -343,32 +344,30 @@ def test_gpus_are_dealt_out_or_taken_in_turn() -> None:
     assert share_devices("0", 2) == [("0",), ("0",)]
 
 
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """SIGINT raises KeyboardInterrupt, also where the tests were started in the background, with SIGINT ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
+INTERRUPTED = """
+import signal, sys
+from pathlib import Path
+from trtpd.build.backends.tensorrt_llm.runs import Run, run_all
+signal.signal(signal.SIGINT, signal.default_int_handler)
+folder = Path(sys.argv[1])
+run = Run(role="prefill", words=("x",), devices=(), output=folder, log=folder / "log")
+try:
+    run_all([run], folder / "sleeps", side_by_side=False, done=lambda _: None)
+except KeyboardInterrupt:
+    sys.exit(42)
+"""
 
 
-@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_ends_what_was_started(tmp_path: Path) -> None:
     program = tmp_path / "sleeps"
     program.write_text("#!/bin/sh\necho $$ > pid\nexec sleep 60\n")
     program.chmod(0o755)
-    run = Run(role="prefill", words=("x",), devices=(), output=tmp_path, log=tmp_path / "log")
-    main = threading.get_ident()
-
-    def interrupt() -> None:
-        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
-            time.sleep(0.01)
-        signal.pthread_kill(main, signal.SIGINT)
-
-    helper = threading.Thread(target=interrupt)
-    helper.start()
-    with pytest.raises(KeyboardInterrupt):
-        run_all([run], program, side_by_side=False, done=lambda _: None)
-    helper.join()
+    builder = subprocess.Popen([sys.executable, "-P", "-c", INTERRUPTED, str(tmp_path)])
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        assert builder.poll() is None
+        time.sleep(0.01)
+    builder.send_signal(signal.SIGINT)
+    assert builder.wait(30) == 42
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
 

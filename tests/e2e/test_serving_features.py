@@ -101,7 +101,8 @@ def test_every_sampling_setting_is_honoured_and_the_same_colocated_and_disaggreg
 
 
 def test_a_value_that_asks_for_too_much_is_refused_by_name(pair: Server) -> None:
-    for name, value in {"min_p": 1.5, "top_log_probs": 99, "num_return_sequences": 17, "min_tokens": 500}.items():
+    wrong: dict[str, Any] = {"min_p": 1.5, "top_log_probs": 99, "num_return_sequences": 17, "min_tokens": 500}
+    for name, value in wrong.items():
         answer = ask(pair, text_input="x", max_tokens=4, **{name: value})
         assert answer.error is not None
         assert name in answer.error
@@ -113,7 +114,9 @@ def test_a_seeded_run_is_the_same_alone_in_a_batch_colocated_disaggregated_and_a
 ) -> None:
     inputs = {"text_input": STORY, "max_tokens": 48, **EVERYTHING}
     alone = asked(mixed, **inputs)
-    others = [{"text_input": STORY[: 20 + 3 * n], "max_tokens": 48, "temperature": 0.8, "seed": n} for n in range(15)]
+    others: list[dict[str, Any]] = [
+        {"text_input": STORY[: 20 + 3 * n], "max_tokens": 48, "temperature": 0.8, "seed": n} for n in range(15)
+    ]
 
     def in_a_batch(server: Server) -> Answer:
         with ThreadPoolExecutor(16) as pool:

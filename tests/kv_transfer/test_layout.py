@@ -1,4 +1,5 @@
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -47,3 +48,14 @@ def test_pairing_ignores_tp_and_the_fingerprint_does_not():
 def test_sizes_that_can_not_be_are_refused_by_name(wrong):
     with pytest.raises(LayoutError, match=next(iter(wrong))):
         replace(LAYOUT, **wrong)
+
+
+def test_only_f32_and_bf16_pair_across_dtypes_and_only_where_it_was_declared():
+    def keys(convert_dtype):
+        dtypes: tuple[Any, ...] = ("f32", "bf16", "f16", "fp8")
+        return [replace(LAYOUT, dtype=dtype).pairing_key_for(convert_dtype=convert_dtype) for dtype in dtypes]
+
+    assert len(set(keys(convert_dtype=False))) == 4
+    f32, bf16, f16, fp8 = keys(convert_dtype=True)
+    assert f32 == bf16
+    assert len({f32, f16, fp8}) == 3

@@ -15,10 +15,10 @@ from trtpd_testing.kv import BLOCKS, LAYOUT, make_pair
 from trtpd.errors import CapacityError, InternalError, LeaseError, TransferError
 from trtpd.kv_transfer.leases import lease_tag
 from trtpd.kv_transfer.offer import decode_offer, decode_seal, encode
-from trtpd.kv_transfer.routes import copy_run
+from trtpd.kv_transfer.routes import copy_jobs
 from trtpd.kv_transfer.shm import ShmAddress
 
-COPY = "trtpd.kv_transfer.shm.copy_run"
+COPY = "trtpd.kv_transfer.shm.copy_jobs"
 KEY = (1, 1)
 OF, TO = [3, 4, 9, 1], [5, 6, 7, 2]
 TOKENS = 14
@@ -52,7 +52,7 @@ def test_any_block_tables_and_any_chunks_bring_every_element_once_and_touch_noth
 
 def test_a_block_freed_while_it_is_copied_voids_the_copy(shm, monkeypatch):
     def copy_then_free(*args):
-        copy_run(*args)
+        yield from copy_jobs(*args)
         shm.source.end(KEY)
         shm.of.bump(OF)
 
@@ -66,7 +66,7 @@ def test_bytes_overwritten_after_a_free_are_a_lost_lease_and_no_bad_copy(shm, mo
     def overwrite_then_copy(*args):
         shm.of.bump(OF)
         shm.of.grid[:] = 0
-        copy_run(*args)
+        return copy_jobs(*args)
 
     monkeypatch.setattr(COPY, overwrite_then_copy)
     offer = begun(shm)
@@ -80,7 +80,7 @@ def test_an_abort_is_reported_only_when_the_copy_under_way_is_over(shm, monkeypa
     def slow_copy(*args):
         copying.set()
         assert go_on.wait(20)
-        copy_run(*args)
+        return copy_jobs(*args)
 
     monkeypatch.setattr(COPY, slow_copy)
     offer = begun(shm)
@@ -108,7 +108,7 @@ def test_a_bug_in_one_copy_ends_that_pull_only(shm, monkeypatch):
 
 def test_a_lease_that_ended_before_the_copy_was_used_fails_the_pull(shm, monkeypatch):
     def copy_slowly(*args):
-        copy_run(*args)
+        yield from copy_jobs(*args)
         shm.clock.now_s += 11
 
     monkeypatch.setattr(COPY, copy_slowly)

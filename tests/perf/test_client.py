@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import numpy as np
 import pytest
@@ -154,7 +155,7 @@ def test_each_request_carries_the_targets_of_its_length():
 
 def health(**changed: float) -> ClientHealth:
     calm = {name: 0.001 for name in ("late_p50_s", "late_p99_s", "late_largest_s", "lag_p99_s", "lag_largest_s")}
-    values = calm | {"cpu_share": 0.2, "loop_cpu_share": 0.1, "wall_s": 10.0, "responses": 5} | changed
+    values: dict[str, Any] = calm | {"cpu_share": 0.2, "loop_cpu_share": 0.1, "wall_s": 10.0, "responses": 5} | changed
     return ClientHealth(**values)
 
 

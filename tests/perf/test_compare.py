@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from contextlib import contextmanager
+from typing import Any
 
 import msgspec
 import pytest
@@ -92,7 +93,7 @@ def arms(monkeypatch):
 
 def options(tmp_path, **more) -> CompareOptions:
     wanted = Wanted(name="mixed", fit=LengthFit(scale=0.02))
-    defaults = {"rates": (20.0, 40.0), "repeats": 1, "point_s": 0.5, "budget_s": 600.0, "chunks": (64,)}
+    defaults: dict[str, Any] = {"rates": (20.0, 40.0), "repeats": 1, "point_s": 0.5, "budget_s": 600.0, "chunks": (64,)}
     return CompareOptions(build=tmp_path / "build", wanted=wanted, folder=tmp_path / "cmp", **(defaults | more))
 
 

@@ -89,7 +89,7 @@ def test_a_traces_instants_can_be_stretched_or_given_a_rate():
     rated = make(Wanted(name="trace:azure-code", requests=300, rate=0.5))
     assert slow.duration_s == pytest.approx(3 * own.duration_s, rel=1e-3)
     assert 300 / rated.duration_s == pytest.approx(0.5, rel=1e-3)
-    gaps, rated_gaps = (np.diff([ask.at_s for ask in made.asks]) for made in (own, rated))
+    gaps, rated_gaps = (np.diff([ask.at_s or 0.0 for ask in made.asks]) for made in (own, rated))
     assert np.allclose(gaps / gaps.sum(), rated_gaps / rated_gaps.sum(), atol=1e-4)
 
 

@@ -23,7 +23,8 @@ from tensorrt_llm.engine_file import MARK
 from trtpd.build.backends.openvino import stored_part, weights_file
 from trtpd.build.hf_config import architecture_from_config
 from trtpd.build.manifest import Architecture, EngineConfig, Llama3Scaling, RoleProfile
-from trtpd.build.sharding import HEAD, shard_of
+from trtpd.build.shapes import HEAD
+from trtpd.build.sharding import shard_of
 from trtpd.kv_transfer.layout import KVLayout
 from trtpd.runtime.engine import openvino
 from trtpd.runtime.engine.group import Follower

@@ -25,7 +25,8 @@ def test_hashes_are_equal_as_far_as_whole_blocks_are(one, two):
 
 @given(IDS, st.integers(0, 40))
 def test_hashes_do_not_depend_on_how_a_sequence_grew(ids, first):
-    hasher, hashes = BlockHasher("m", 4), []
+    hashes: list[bytes] = []
+    hasher = BlockHasher("m", 4)
     hasher.extend(hashes, ids, tokens=min(first, len(ids)))
     hasher.extend(hashes, ids, tokens=len(ids))
     assert hashes == hashes_of(ids)

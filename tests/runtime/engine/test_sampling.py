@@ -9,8 +9,8 @@ from msgspec.structs import replace
 from tests.runtime.engine.sampling_reference import reference_token
 
 from trtpd.runtime.engine.base import Sampling
-from trtpd.runtime.engine.penalties import History
-from trtpd.runtime.engine.sampling import Logits, draw, log_softmax_at, uniform
+from trtpd.runtime.engine.penalties import History, Logits
+from trtpd.runtime.engine.sampling import draw, log_softmax_at, uniform
 
 FINITE = st.floats(-30, 30, width=32)
 SAMPLINGS = st.builds(

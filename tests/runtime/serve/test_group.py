@@ -142,7 +142,7 @@ FAULTS: dict[str, Callable[[Host], None]] = {
     "a follower is stopped": lambda host: host.ranks()[1].send_signal(signal.SIGSTOP),
     "a follower fails in a step": lambda host: host.tell("raise 1"),
     "a follower hangs in a step": lambda host: host.tell("hang 1"),
-    "mpirun is killed": lambda host: host.ranks()[0].parent().kill(),  # type: ignore[union-attr]
+    "mpirun is killed": lambda host: host.ranks()[0].parent().kill(),
 }
 SAID = {
     "a follower is stopped": "rank 1 (pid {pid}) has not run for",

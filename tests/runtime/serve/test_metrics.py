@@ -75,6 +75,18 @@ def test_goodput_counts_finished_requests_inside_all_their_targets(state, ttft_s
     assert judged == {("trtpd_requests_judged_total", ("inside", inside)): 1}
 
 
+def test_strangers_at_a_data_port_are_counted_across_restarts_of_the_instance():
+    recorder, core = Recorder(), RouterCore()
+    metrics = Metrics(recorder, "m")
+    core.handle(1.0, WorkerSpec(name="a", role="mixed").hello("1"))
+    (view,) = core.snapshot()["instances"]
+    for generation, strangers in (("1", 0), ("1", 2), ("1", 2), ("2", 1), ("2", 4)):
+        now = view | {"generation": generation, "strangers": strangers}
+        metrics.gauges(core.snapshot() | {"instances": [now]}, up=["a"])
+    metrics.flush()
+    assert [value for key, value in recorder.sums.items() if key[0] == "trtpd_data_plane_visits_total"] == [6]
+
+
 def test_a_gauge_goes_out_only_when_it_changed():
     recorder = Recorder()
     metrics = Metrics(recorder, "m")

@@ -141,11 +141,21 @@ def test_chatter_before_the_ready_line_is_no_answer(keep, reported):
 
 
 def test_workers_get_the_loaders_path_of_before_the_server():
-    assert worker_environment({"LD_LIBRARY_PATH": "triton:/mine", "TRTPD_LD_LIBRARY_PATH": "/mine"}) == {
-        "LD_LIBRARY_PATH": "/mine"
-    }
-    assert worker_environment({"LD_LIBRARY_PATH": "triton", "TRTPD_LD_LIBRARY_PATH": ""}) == {}
-    assert worker_environment({"LD_LIBRARY_PATH": "/mine"}) == {"LD_LIBRARY_PATH": "/mine"}
+    def path_of(**environment):
+        return worker_environment(environment).get("LD_LIBRARY_PATH")
+
+    assert path_of(LD_LIBRARY_PATH="triton:/mine", TRTPD_LD_LIBRARY_PATH="/mine") == "/mine"
+    assert path_of(LD_LIBRARY_PATH="triton", TRTPD_LD_LIBRARY_PATH="") is None
+    assert path_of(LD_LIBRARY_PATH="/mine") == "/mine"
+
+
+def test_workers_copy_past_the_cache_unless_the_user_says_otherwise():
+    ours = "glibc.cpu.x86_non_temporal_threshold=131072"
+    assert worker_environment({})["GLIBC_TUNABLES"] == ours
+    given = {"GLIBC_TUNABLES": "glibc.malloc.arena_max=1"}
+    assert worker_environment(given)["GLIBC_TUNABLES"] == f"glibc.malloc.arena_max=1:{ours}"
+    given = {"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=1"}
+    assert worker_environment(given) == given
 
 
 def test_the_command_names_build_instance_router_and_run_directory(tmp_path):

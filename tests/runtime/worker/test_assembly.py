@@ -11,6 +11,7 @@ from trtpd_testing.emulated_build import engine_config, write_build
 
 from trtpd.build.manifest import read_engine_config, write_json
 from trtpd.errors import EngineError
+from trtpd.kv_transfer.base import TransferSettings
 from trtpd.runtime.engine.factory import load_engine
 from trtpd.runtime.worker.assembly import Place, check_unchanged, hello_of, settle
 
@@ -46,9 +47,10 @@ def test_a_build_that_is_replaced_while_it_loads_is_refused(tmp_path: Path) -> N
 def test_a_worker_registers_with_the_fingerprint_of_what_it_loaded(tmp_path: Path) -> None:
     place = place_of(tmp_path, pair_fingerprint="of the engine")
     engine = load_engine(place.build / "decode", pool_name="decode_0", generation="g")
+    settings = TransferSettings(instance="decode_0", generation="g")
     try:
         config = read_engine_config(place.build / "decode")
-        hello = hello_of("decode_0", "g", config, engine, ("shm",), prefill_tokens_per_s=1.0)
+        hello = hello_of(settings, config, engine, ("shm",), prefill_tokens_per_s=1.0)
     finally:
         engine.shutdown()
     assert hello.fingerprint == "of the engine"

@@ -7,6 +7,7 @@ import pytest
 from trtpd_testing.scripted_engine import ScriptedEngine, ScriptedLink, ScriptedSink, ScriptedSource
 
 from trtpd.errors import CapacityError, EngineError, InternalError, LeaseError, ServeError, TransferError
+from trtpd.kv_transfer.base import Visits
 from trtpd.kv_transfer.offer import Chunk, Offer, Seal
 from trtpd.runtime.core import events as core
 from trtpd.runtime.engine.base import (
@@ -472,3 +473,19 @@ def test_holds_without_a_job_are_found(bench):
     bench.source.held[(9, 9)] = 1
     with pytest.raises(InternalError, match="holds KV"):
         bench.leader.check_integrity()
+
+
+def test_who_came_to_the_data_port_in_vain_is_told_with_the_load(bench):
+    bench.source.came = Visits(strangers=3, refused=1)
+    bench.leader.turn(0.0)
+    load = bench.link.sent[-1][0].load
+    assert (load.strangers, load.stalled, load.refused) == (3, 0, 1)
+
+
+def test_a_sink_whose_thread_has_ended_ends_the_leader(bench, monkeypatch):
+    def broken():
+        raise InternalError("the thread that pulls KV has ended")
+
+    monkeypatch.setattr(bench.sink, "progress", broken)
+    with pytest.raises(InternalError, match="has ended"):
+        bench.leader.run()

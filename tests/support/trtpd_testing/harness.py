@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -115,12 +115,14 @@ class Server:
 
 
 @contextmanager
-def serving(build: Path, log: Path) -> Iterator[Server]:
-    """A server on free ports, stopped with SIGINT at the end unless the test stopped it."""
+def serving(build: Path, log: Path, *options: str, inside: Sequence[str] = ()) -> Iterator[Server]:
+    """A server on free ports, stopped with SIGINT at the end unless the test stopped it. `inside` is a command that
+    runs another as itself, elsewhere (in namespaces of its own)."""
     before = orphans_in_shm()
+    ports = ["--http", "0", "--grpc", "0", "--metrics", "0"]
     with log.open("w") as errors:
         process = subprocess.Popen(
-            [*TRTPD, "serve", str(build), "--http", "0", "--grpc", "0", "--metrics", "0", "--json"],
+            [*inside, *TRTPD, "serve", str(build), *ports, "--json", *options],
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,

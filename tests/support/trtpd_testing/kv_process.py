@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -47,8 +48,11 @@ class _Process:
         return str(json.loads(self.process.stdout.readline()))
 
     def stop(self) -> None:
-        """SIGSTOP."""
+        """SIGSTOP, until every thread stands still."""
         self.process.send_signal(signal.SIGSTOP)
+        threads = Path(f"/proc/{self.process.pid}/task")
+        while any((thread / "stat").read_text().rpartition(")")[2].split()[0] != "T" for thread in threads.iterdir()):
+            threading.Event().wait(0.001)
 
     def go_on(self) -> None:
         """SIGCONT."""

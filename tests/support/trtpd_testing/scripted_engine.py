@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from trtpd.errors import InternalError, RequestError
-from trtpd.kv_transfer.base import Key, PullResult
+from trtpd.kv_transfer.base import Key, PullResult, Visits
 from trtpd.kv_transfer.layout import KVLayout
 from trtpd.kv_transfer.offer import Chunk, Offer, Seal
 from trtpd.kv_transfer.pool import PoolAddress
@@ -119,6 +119,10 @@ class ScriptedSource:
         self.published: list[tuple[Key, int]] = []
         self.lapse: list[Key] = []
         self.refusal: Exception | None = None
+        self.came = Visits()
+
+    def visits(self) -> Visits:
+        return self.came
 
     def offer(self, key: Key, *, prompt_tokens: int, blocks: Sequence[int]) -> Offer:
         if self.refusal is not None:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 Result = TypeVar("Result")
 
 
-class _JumpingSelector(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
+class _JumpingSelector(selectors.DefaultSelector):
     """Waits for nothing: time passes instead."""
 
     now_s = 0.0
