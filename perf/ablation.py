@@ -115,7 +115,7 @@ def shared(rng: random.Random, seconds: float, rate: float) -> list[SimRequest]:
 
 
 SCENARIOS = (
-    Scenario(name="a_long_sessions", what="chat, some answers ten times as long (false idle)", load=chat, rate=16.5),
+    Scenario(name="a_long_sessions", what="chat, some answers ten times as long (false idle)", load=chat, rate=15.0),
     Scenario(name="b_bursts", what="bursts of long prompts over a calm stream", load=bursts, rate=12.0),
     Scenario(
         name="c_shared_prefixes",
@@ -128,7 +128,7 @@ SCENARIOS = (
         name="d_one_slow",
         what="decode_1 and prefill_1 take three times as long from the fifth second",
         load=chat,
-        rate=13.0,
+        rate=12.5,
         faults=Faults(
             slow=tuple(Slow(instance=name, from_s=5.0, to_s=1e9, factor=3.0) for name in ("decode_1", "prefill_1"))
         ),
@@ -137,7 +137,7 @@ SCENARIOS = (
         name="e_killed",
         what="decode_0 and prefill_0 die and are back after ten seconds",
         load=chat,
-        rate=16.0,
+        rate=14.5,
         faults=Faults(
             kills=(
                 Kill(instance="decode_0", at_s=10.0, back_after_s=10.0),
