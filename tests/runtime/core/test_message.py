@@ -19,6 +19,6 @@ def test_messages_of_two_kinds_are_never_equal() -> None:
 
 def test_a_message_takes_its_fields_by_name_and_no_others() -> None:
     with pytest.raises(TypeError):
-        Drained(1, 2)  # type: ignore[misc]
+        Drained(1, 2)  # type: ignore[call-arg]
     with pytest.raises(AttributeError):
         Drained(request_id=1, attempt=2).extra = 3  # type: ignore[attr-defined]
