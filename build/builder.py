@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 
+from trtpd.build.accuracy import AccuracyMeter, ComputeLogits, accuracy_words
 from trtpd.build.backends import backend_of
 from trtpd.build.backends.base import Job, Progress
 from trtpd.build.checkpoint import Checkpoint
-from trtpd.build.checks import Finding
+from trtpd.build.checks import PRECISION_CODES, Finding
 from trtpd.build.files import link_or_copy, link_tree, locked, staged, translated
-from trtpd.build.lint import lint_spec, open_model, open_plan, planned_only
+from trtpd.build.lint import lint_build, lint_spec, open_model, open_plan, planned_only
 from trtpd.build.machine import Machine, this_machine
 from trtpd.build.manifest import ENGINE_CONFIG, MANIFEST, Manifest, RoleName, read_manifest, write_json
+from trtpd.build.measured import file_wishes, kept_tuning, meter_for, tuning_key, with_accuracy, with_kept
 from trtpd.build.planning import Action, BuildPlan, Former, RolePlan, plan_build
-from trtpd.build.resolve import ResolvedPipeline, resolve, wishes_of
+from trtpd.build.resolve import resolve
 from trtpd.build.spec import ROLES, PipelineSpec
 from trtpd.build.tuning import TuneOptions, tune
 from trtpd.errors import BuildError, InputError, SpecError
@@ -41,13 +44,14 @@ _TO_DO: dict[Action, str] = {"write": "to be written", "link": "settings to be w
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildResult:
     """What was done, or with `dry_run` would be done, down to the commands that would be run (`steps`). `warnings` are
-    lint's."""
+    lint's, `notes` what else is worth saying."""
 
     out: Path
     plan: BuildPlan
     dry_run: bool
     steps: tuple[str, ...] = ()
     warnings: tuple[Finding, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def manifest(self) -> Manifest:
@@ -70,7 +74,8 @@ class BuildResult:
                 f"tokens, batch {profile.max_batch}, {instances} instance{'' if instances == 1 else 's'}"
                 f"{f' of {config.tp} ranks' if config.tp > 1 else ''})"
             )
-        return "\n".join([*lines, *self.steps])
+        lines += [accuracy_words(name, found) for name, found in self.manifest.accuracy.items()]
+        return "\n".join([*lines, *self.notes, *self.steps])
 
 
 def _no_progress(stage: str, done: int, total: int) -> None:
@@ -94,13 +99,16 @@ def build(
     machine: Machine | None = None,
     render: Render = _render,
     tuning: TuneOptions | None = None,
+    compute_logits: ComputeLogits | None = None,
 ) -> BuildResult:
     """Builds `spec` into the folder `out`; blocks while another build of it runs.
 
     `role` builds only that one and keeps the others of the former build as they are; `force` writes even
     what is unchanged; `dry_run` only says what would be done, and needs no weights. Raises SpecError for what
     lint calls an error, CheckpointError for a bad model, InputError if `out` holds something else, BuildError if it
-    can't be written. With `tuning` the build is made, measured, and made again with the settings that were found best.
+    can't be written. With `tuning` the build is made, measured, and made again with the settings that were found best;
+    without, those that were found before stay as long as nothing has changed that they depend on. With
+    `compute_logits` the errors of its precisions are measured.
     """
     out = out.resolve()
     _refuse_other(out)
@@ -109,41 +117,52 @@ def build(
     if not planned_only(spec, checkpoint):
         checkpoint.source.check_tokenizer()
     warnings = refuse_errors(spec, checkpoint, machine)
-    pipeline = resolve(spec, checkpoint.architecture, machine)
     with (
         translated(f"build {out}", BuildError),
         locked(out.with_name(f".{out.name}.lock"), lambda: progress("waiting for another build", 0, 0)),
     ):
         former = _former(out)
         progress("reading the model", 0, 0)
+        kept, notes = kept_tuning(former, spec, checkpoint, machine) if tuning is None else (None, ())
+        pipeline = resolve(spec, checkpoint.architecture, machine, tuned=kept)
         plan = plan_build(pipeline, checkpoint, former, role=role, force=force)
+        plan = with_kept(plan, former, tuned=kept is not None)
         if dry_run:
             steps = _steps(out, plan, checkpoint, former)
-            return BuildResult(out=out, plan=plan, dry_run=True, steps=tuple(steps), warnings=warnings)
+            return BuildResult(out=out, plan=plan, dry_run=True, steps=tuple(steps), warnings=warnings, notes=notes)
         _make(out, plan, checkpoint, former, render, progress, force=force)
-        if tuning is not None:
-            plan = _tuned_plan(out, pipeline, checkpoint, machine, tuning, progress)
-            _make(out, plan, checkpoint, _former(out), render, progress, force=False)
-    return BuildResult(out=out, plan=plan, dry_run=False, warnings=warnings)
+        with ExitStack() as stack:
+            meter = None
+            if compute_logits is not None:
+                meter = stack.enter_context(meter_for(out, plan, checkpoint, machine, compute_logits, progress))
+            if tuning is not None:
+                plan = _tuned_plan(out, spec, checkpoint, machine, tuning, progress, meter)
+                _make(out, plan, checkpoint, _former(out), render, progress, force=False)
+            if meter is not None:
+                plan = with_accuracy(out, plan, meter)
+        if plan.manifest.accuracy:
+            warnings = _with_figures(warnings, out, machine)
+    return BuildResult(out=out, plan=plan, dry_run=False, warnings=warnings, notes=notes)
 
 
 def _tuned_plan(
     out: Path,
-    pipeline: ResolvedPipeline,
+    spec: PipelineSpec,
     checkpoint: Checkpoint,
     machine: Machine,
     tuning: TuneOptions,
     progress: Progress,
+    meter: AccuracyMeter | None,
 ) -> BuildPlan:
     """The plan of the build at `out`, made again with what a search finds best for its roles."""
-    spec = pipeline.spec
-    wishes = {role: wishes_of(pool) for role, pool in spec.pools.given().items()}
     tpot_s = spec.slo.tpot_ms / 1000 if spec.slo.tpot_ms else None
     work = out.with_name(f".{out.name}.tune")
-    found, records = tune(out, work, wishes, tuning, tpot_s=tpot_s, progress=progress)
+    found, records = tune(out, work, file_wishes(spec), tuning, tpot_s=tpot_s, progress=progress, meter=meter)
     again = resolve(spec, checkpoint.architecture, machine, tuned=found)
-    plan = plan_build(again, checkpoint, _former(out))
-    return replace(plan, manifest=msgspec.structs.replace(plan.manifest, tuning=records))
+    former = _former(out)
+    plan = with_kept(plan_build(again, checkpoint, former), former, tuned=False)
+    key = tuning_key(spec, checkpoint, machine)
+    return replace(plan, manifest=msgspec.structs.replace(plan.manifest, tuning=records, tuning_key=key))
 
 
 def refuse_errors(spec: PipelineSpec, checkpoint: Checkpoint, machine: Machine) -> tuple[Finding, ...]:
@@ -153,6 +172,13 @@ def refuse_errors(spec: PipelineSpec, checkpoint: Checkpoint, machine: Machine) 
     if errors:
         raise SpecError("; ".join(f"{one.where}: {one.message}: {one.mend} [{one.code}]" for one in errors))
     return tuple(findings)
+
+
+def _with_figures(warnings: tuple[Finding, ...], out: Path, machine: Machine) -> tuple[Finding, ...]:
+    """What lint says of precisions is said of what was built and measured, not of the file."""
+    rest = [finding for finding in warnings if finding.code not in PRECISION_CODES]
+    found = [finding for finding in lint_build(out, machine=machine) if finding.code in PRECISION_CODES]
+    return (*rest, *found)
 
 
 def _refuse_other(out: Path) -> None:

@@ -3,18 +3,21 @@ concern."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
+from trtpd.build.accuracy import KL_BOUND_NATS, accuracy_words
 from trtpd.build.engines import ENGINES, EngineName, weights_bytes
 from trtpd.build.machine import Machine
-from trtpd.build.manifest import Architecture
+from trtpd.build.manifest import Accuracy, Architecture
 from trtpd.build.resolve import ResolvedPipeline, ResolvedRole
 from trtpd.kv_transfer.layout import CONVERTIBLE
 
 Severity = Literal["error", "warning"]
 _MIB = 1 << 20
+PRECISION_CODES = ("precision_differs", "precision_error")
+"""Findings that depend on what a build has measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,13 +38,14 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
-    """What the checks look at: the same for a pipeline file and for a build."""
+    """What the checks look at: the same for a pipeline file and for a build. `accuracy` is what the build measured."""
 
     engine: EngineName
     architecture: Architecture
     max_seq_tokens: int
     roles: tuple[ResolvedRole, ...]
     elastic: bool = False
+    accuracy: Mapping[str, Accuracy] = field(default_factory=dict)
     convert_dtype: bool = False
 
     @classmethod
@@ -276,13 +280,26 @@ def _precisions(deployment: Deployment, machine: Machine) -> Iterator[Finding]:
     first = deployment.roles[0]
     for role in deployment.roles[1:]:
         if role.precision != first.precision:
+            pair = [found for found in (first.precision, role.precision) if found in deployment.accuracy]
+            measured = "; ".join(accuracy_words(found, deployment.accuracy[found]) for found in pair)
             yield warning(
                 "precision_differs",
                 f"pools.{role.role}.precision",
                 (first.precision, role.precision),
                 f"{first.role} has {first.precision} weights and {role.role} {role.precision}, so an answer depends "
-                "on which of them computed it",
-                "use one precision unless you have measured the difference",
+                f"on which of them computed it{f' ({measured})' if measured else ''}",
+                "use one precision unless that difference is small enough for you"
+                + ("" if measured else " (`trtpd build` measures it)"),
+            )
+    for role in deployment.roles:
+        figures = deployment.accuracy[role.precision].figures if role.precision in deployment.accuracy else None
+        if figures is not None and figures.kl_nats > KL_BOUND_NATS:
+            yield warning(
+                "precision_error",
+                f"pools.{role.role}.precision",
+                (f"{figures.kl_nats:.3f}", KL_BOUND_NATS),
+                f"{accuracy_words(role.precision, deployment.accuracy[role.precision])}; KL is above {KL_BOUND_NATS}",
+                "use a wider precision for this model",
             )
 
 

@@ -31,7 +31,7 @@ class EngineRules:
     has_weights: bool = True
     on_cpu: bool = True
     models: ModelRules = OWN_GRAPH
-    precisions: tuple[Precision, ...] = ("f32", "bf16", "f16", "int8")
+    precisions: tuple[Precision, ...] = ("f32", "bf16", "f16", "int8", "int4")
     emulated_layout: KVLayout | None = field(default=None)
 
 
@@ -115,7 +115,10 @@ def weights_bytes(engine: EngineName, architecture: Architecture, precision: Pre
     embedding = a.vocab_size * a.hidden_size
     if not ENGINES[engine].on_cpu:
         # The head is stored beside the embedding even if they are tied, and neither is quantised.
-        return a.num_hidden_layers * layer * WEIGHT_BYTES[precision] + 2 * embedding * max(2, WEIGHT_BYTES[precision])
-    heads = 1 if not a.tie_word_embeddings or precision == "int8" else 0
-    linear = (a.num_hidden_layers * layer + heads * embedding) * WEIGHT_BYTES[precision]
-    return linear + tp * embedding * max(2, WEIGHT_BYTES[precision])
+        linear = a.num_hidden_layers * layer * WEIGHT_BYTES[precision]
+        return int(linear + 2 * embedding * max(2, WEIGHT_BYTES[precision]))
+    quantised = precision in ("int8", "int4")
+    heads = 1 if not a.tie_word_embeddings or quantised else 0
+    linear = a.num_hidden_layers * layer * WEIGHT_BYTES[precision]
+    head = heads * embedding * (1 if quantised else WEIGHT_BYTES[precision])
+    return int(linear + head + tp * embedding * max(2, WEIGHT_BYTES[precision]))

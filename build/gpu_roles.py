@@ -36,7 +36,7 @@ def estimate(
     return Estimate(
         gpu=target_gpu(spec, machine),
         tp=layout.tp,
-        weights_bytes=weights_bytes(spec.engine, architecture, precision, layout.tp) + copies,
+        weights_bytes=weights_bytes(spec.engine, architecture, precision, layout.tp) + int(copies),
         kv_token_bytes=kv_token_bytes(architecture, itemsize_bytes=layout.itemsize_bytes, tp=layout.tp),
         memory_share=spec.tensorrt_llm.free_gpu_memory_fraction,
     )

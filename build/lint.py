@@ -194,6 +194,7 @@ def _deployment(manifest: Manifest, configs: dict[RoleName, EngineConfig]) -> De
         max_seq_tokens=max(config.max_seq_tokens for config in configs.values()),
         roles=roles,
         elastic=is_elastic(manifest),
+        accuracy=manifest.accuracy,
         convert_dtype=_converts(manifest),
     )
 

@@ -27,7 +27,7 @@ ENGINE_CONFIG = "config.json"
 REBUILD = "build it again with `trtpd build pipeline.yaml -o BUILD --force`"
 _ENGINE_PACKAGES = {"openvino": ("openvino",), "tensorrt_llm": ("tensorrt_llm",)}
 RoleName = Literal["prefill", "decode", "mixed"]
-Precision = Literal["f32", "bf16", "f16", "int8", "fp8"]
+Precision = Literal["f32", "bf16", "f16", "int8", "int4", "fp8"]
 Settings = dict[str, Any]
 
 
@@ -210,6 +210,29 @@ class RoleEntry(msgspec.Struct, frozen=True, kw_only=True):
     cores: dict[str, tuple[int, ...]] = {}
 
 
+class PrecisionError(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a precision is from f32 on the build's fixed text, over `tokens` positions: mean KL divergence, mean
+    absolute error of the log-probability of the text's next token, root mean square error of the logits (their mean
+    taken off), the share of positions with the same best token, and both perplexities."""
+
+    tokens: int
+    kl_nats: float
+    log_prob_error: float
+    logit_error: float
+    same_best: float
+    perplexity: float
+    f32_perplexity: float
+
+
+class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
+    """What the build found of a precision: figures, or why there are none (`skipped`). `key` names what they depend
+    on."""
+
+    key: str
+    figures: PrecisionError | None = None
+    skipped: str | None = None
+
+
 class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
     """What `trtpd build --tune` measured for one variant of a role: `seconds` of a prefill of `batch` prompts of
     `tokens` tokens, or of a decode step of `batch` sequences with a context of `tokens`."""
@@ -220,6 +243,8 @@ class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
     chunk_tokens: int
     widen_weights: bool
     seconds: float
+    threads: int = 0
+    precision: str = ""
 
 
 class RoleTuning(msgspec.Struct, frozen=True, kw_only=True):
@@ -227,7 +252,7 @@ class RoleTuning(msgspec.Struct, frozen=True, kw_only=True):
     tried."""
 
     tried: tuple[TrialResult, ...]
-    chosen: dict[str, int | bool]
+    chosen: dict[str, int | bool | str | tuple[int, ...]]
     why: tuple[str, ...]
     complete: bool
 
@@ -235,7 +260,8 @@ class RoleTuning(msgspec.Struct, frozen=True, kw_only=True):
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """manifest.json. `pair_fingerprint` is equal in all roles of one build: pairs never cross it.
 
-    `settings` is the resolved pipeline file (defaults filled in) as plain data.
+    `settings` is the resolved pipeline file (defaults filled in) as plain data. `tuning_key` names what `tuning` was
+    found for · `accuracy`: by precision, of those in use other than f32.
     """
 
     format: int
@@ -245,6 +271,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     roles: dict[str, RoleEntry]
     settings: dict[str, object]
     tuning: dict[str, RoleTuning] = {}
+    tuning_key: str = ""
+    accuracy: dict[str, Accuracy] = {}
 
 
 class _Pools(msgspec.Struct, frozen=True):

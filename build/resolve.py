@@ -112,6 +112,7 @@ def resolve(
     Depends on the machine's sizes but not on how much of them is free, so that a second build finds the same
     values.
     """
+    spec = _with_found(spec, tuned or {})
     pools = spec.pools.given()
     layouts = {role: _layout(spec, pool, architecture, machine) for role, pool in pools.items()}
     room_tokens = _room_tokens(spec, pools, layouts, architecture, machine)
@@ -179,7 +180,19 @@ def wishes_of(pool: PoolSpec) -> RoleWishes:
         kv_tokens=pool.kv_tokens,
         threads=pool.threads,
         widen_weights=pool.widen_weights,
+        precision=pool.precision,
+        cores=None if pool.cores is None else tuple(pool.cores),
     )
+
+
+def _with_found(spec: PipelineSpec, tuned: Mapping[RoleName, RoleWishes]) -> PipelineSpec:
+    """The pipeline file as if it named the precision and the cores that were found for a role."""
+    pools: dict[str, PoolSpec] = {}
+    for role, pool in spec.pools.given().items():
+        found = tuned.get(role, RoleWishes())
+        cores = pool.cores if found.cores is None else list(found.cores)
+        pools[role] = pool.model_copy(update={"precision": found.precision or pool.precision, "cores": cores})
+    return spec.model_copy(update={"pools": spec.pools.model_copy(update=pools)})
 
 
 def _precision(spec: PipelineSpec, pool: PoolSpec, architecture: Architecture, machine: Machine) -> Precision:

@@ -7,10 +7,12 @@ does both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 
-from trtpd.build.manifest import RoleName, RoleProfile
+import msgspec
+
+from trtpd.build.manifest import Precision, RoleName, RoleProfile
 from trtpd.kv_transfer.layout import KVLayout
 
 LOCAL_PREFILL_TOKENS = 256
@@ -38,6 +40,14 @@ class RoleWishes:
     kv_tokens: int | None = None
     threads: int | None = None
     widen_weights: bool | None = None
+    precision: Precision | None = None
+    cores: tuple[int, ...] | None = None
+
+
+def with_settings(wishes: RoleWishes, settings: Mapping[str, object]) -> RoleWishes:
+    """The wishes with these of their fields set, as a manifest has them. Raises msgspec.ValidationError for a value of
+    another type."""
+    return msgspec.convert(asdict(wishes) | dict(settings), RoleWishes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

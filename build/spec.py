@@ -276,7 +276,7 @@ class PipelineSpec(_Section):
     engine: EngineName = Field(default="openvino", description="openvino, tensorrt_llm or emulated (no model computed)")
     precision: Annotated[Precision | None, Auto] = Field(
         default=None,
-        description="weights: f32, bf16, f16, int8 (tensorrt_llm also fp8); auto: bf16 if that is fast here, else f32",
+        description="weights: f32, bf16, f16, int8, int4 (tensorrt_llm: fp8 and no int4); auto: bf16 if fast, else f32",
     )
     pools: PoolsSpec = Field(description="the pools: prefill and decode, or mixed, or all three")
     kv: KVSpec = Field(default_factory=lambda: KVSpec(), description="the KV cache, alike in all roles")

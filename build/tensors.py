@@ -30,6 +30,7 @@ NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "F16": np.dtype("<f2"),
     "BF16": np.dtype("<u2"),
     "I8": np.dtype("i1"),
+    "U8": np.dtype("u1"),
     "U16": np.dtype("<u2"),
     "F8_E4M3": np.dtype("u1"),
 }

@@ -1,7 +1,8 @@
 """The router's placement against three plain ones, on the virtual clock: `python -m trtpd.perf.ablation`.
 
-The same core, load, seeds and faults in every arm; only what decides where a request goes differs. Nothing is refused
-for its targets in any arm, so that placement is what is compared and every request counts.
+The same core, settings, load, seeds and faults in every arm; only what decides where a request goes differs. Nothing is
+refused for its targets and no session is moved, so that placement is what is compared and every request counts. A last
+arm shows what moving sessions adds to ours.
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ from trtpd.perf.outcome import Summary
 from trtpd.perf.scenario import Faults, Kill, SimRequest, Slow
 from trtpd.perf.simulate import Simulation
 from trtpd.perf.simulated_worker import WorkerSpec
+from trtpd.runtime.core import place
 from trtpd.runtime.core.cost import LinearStepTime
 from trtpd.runtime.core.policy import Policy
 from trtpd.runtime.core.router import RouterCore
 
-POLICIES = ("random", "round_robin", "least_queued", "ours")
+POLICIES = ("random", "round_robin", "least_queued", "ours", "ours_moving")
 TTFT_S, TPOT_S = 1.0, 0.05
 BLOCK_TOKENS = 32
+NO_MOVES = 1e9
 
 MODEL = LinearStepTime(
     fixed_s=0.006, prefill_token_s=8e-5, prefill_pair_s=4e-9, decode_sequence_s=8e-4, decode_kv_token_s=2e-7
@@ -51,11 +54,12 @@ def pools(prefill: int = 4, decode: int = 4, **more: Any) -> list[WorkerSpec]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """`load(rng, seconds)` makes the requests of one run."""
+    """`load(rng, seconds, rate)` makes the requests of one run; `rate` is requests a second."""
 
     name: str
     what: str
-    load: Callable[[random.Random, float], list[SimRequest]]
+    load: Callable[[random.Random, float, float], list[SimRequest]]
+    rate: float
     faults: Faults = field(default_factory=Faults)
     workers: tuple[WorkerSpec, ...] = field(default_factory=lambda: tuple(pools()))
 
@@ -79,7 +83,7 @@ def arrivals(rng: random.Random, seconds: float, rate: float) -> list[float]:
     return found
 
 
-def chat(rng: random.Random, seconds: float, rate: float = 16.0) -> list[SimRequest]:
+def chat(rng: random.Random, seconds: float, rate: float) -> list[SimRequest]:
     """Short prompts; one answer in five is ten times as long as the others and declares it."""
     made = []
     for at_s in arrivals(rng, seconds, rate):
@@ -89,9 +93,9 @@ def chat(rng: random.Random, seconds: float, rate: float = 16.0) -> list[SimRequ
     return made
 
 
-def bursts(rng: random.Random, seconds: float) -> list[SimRequest]:
+def bursts(rng: random.Random, seconds: float, rate: float) -> list[SimRequest]:
     """A calm stream of chats, and every few seconds a dozen long prompts at once."""
-    made = chat(rng, seconds, 10.0)
+    made = chat(rng, seconds, rate)
     at_s = 2.0
     while at_s < seconds:
         made += [request(at_s + 0.01 * n, rng.randint(1500, 5000), rng.randint(20, 80), 160) for n in range(12)]
@@ -99,10 +103,10 @@ def bursts(rng: random.Random, seconds: float) -> list[SimRequest]:
     return sorted(made, key=lambda one: one.at_s)
 
 
-def shared(rng: random.Random, seconds: float) -> list[SimRequest]:
+def shared(rng: random.Random, seconds: float, rate: float) -> list[SimRequest]:
     """Prompts that begin with one of a dozen long system prompts, some far more often than others."""
     made = []
-    for at_s in arrivals(rng, seconds, 24.0):
+    for at_s in arrivals(rng, seconds, rate):
         system = min(int(rng.expovariate(0.35)), 11)
         own = rng.randint(20, 200)
         blocks = tuple(system * 1000 + block for block in range(1, 2048 // BLOCK_TOKENS + 1))
@@ -111,18 +115,20 @@ def shared(rng: random.Random, seconds: float) -> list[SimRequest]:
 
 
 SCENARIOS = (
-    Scenario(name="a_long_sessions", what="chat, some answers ten times as long (false idle)", load=chat),
-    Scenario(name="b_bursts", what="bursts of long prompts over a calm stream", load=bursts),
+    Scenario(name="a_long_sessions", what="chat, some answers ten times as long (false idle)", load=chat, rate=15.0),
+    Scenario(name="b_bursts", what="bursts of long prompts over a calm stream", load=bursts, rate=12.0),
     Scenario(
         name="c_shared_prefixes",
         what="a dozen system prompts, prefix caches on prefill",
         load=shared,
+        rate=42.0,
         workers=tuple(pools(cache_blocks=512)),
     ),
     Scenario(
         name="d_one_slow",
         what="decode_1 and prefill_1 take three times as long from the fifth second",
         load=chat,
+        rate=12.5,
         faults=Faults(
             slow=tuple(Slow(instance=name, from_s=5.0, to_s=1e9, factor=3.0) for name in ("decode_1", "prefill_1"))
         ),
@@ -131,6 +137,7 @@ SCENARIOS = (
         name="e_killed",
         what="decode_0 and prefill_0 die and are back after ten seconds",
         load=chat,
+        rate=14.5,
         faults=Faults(
             kills=(
                 Kill(instance="decode_0", at_s=10.0, back_after_s=10.0),
@@ -143,22 +150,20 @@ SCENARIOS = (
 
 def run(scenario: Scenario, policy: str, *, seconds: float, seed: int) -> Summary:
     """One arm of one scenario."""
-    settings = Policy(refuse_late=False, queue_limit=100_000, queue_s=1e6, dwell_up_s=1e9)
-    core = RouterCore(settings, seed=seed) if policy == "ours" else _plain(policy, settings, seed)
+    settings = Policy(refuse_late=False, queue_limit=100_000, queue_s=1e6, dwell_up_s=1e9, move_gain=NO_MOVES)
+    if policy == "ours_moving":
+        settings = replace(settings, move_gain=Policy().move_gain)
+    choose = place.choose if policy.startswith("ours") else baseline(policy, seed)
+    core = RouterCore(settings, seed=seed, choose=choose)
     simulation = Simulation(
         core=core,
         workers=scenario.workers,
         model=MODEL,
-        requests=scenario.load(random.Random(seed), seconds),
+        requests=scenario.load(random.Random(seed), seconds, scenario.rate),
         faults=scenario.faults,
         seed=seed,
     )
     return simulation.run()
-
-
-def _plain(policy: str, settings: Policy, seed: int) -> RouterCore:
-    """No moves of sessions either: those are part of ours."""
-    return RouterCore(replace(settings, move_gain=1e9), seed=seed, choose=baseline(policy, seed))
 
 
 def row(scenario: Scenario, policy: str, *, seconds: float, seeds: Sequence[int]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from trtpd.build.tuning import Trial
+from trtpd.build.search import Trial
 from trtpd.errors import CapacityError, EngineError
 from trtpd.perf.measured import Cell, Measure, Side, answer
 from trtpd.runtime.core.events import Drained, Rejected

@@ -40,6 +40,8 @@ from trtpd.runtime.engine.batching import PlanState, Prefilling, StepLimits, Ste
 Key = tuple[int, int]
 Phase = Literal["waiting", "prefilling", "held", "pulling", "joining", "decoding"]
 PHASES: tuple[Phase, ...] = ("waiting", "prefilling", "held", "pulling", "joining", "decoding")
+STEPPING = frozenset({"waiting", "prefilling", "joining", "decoding"})
+"""Phases in which a step can do something for a sequence; the plan of one follows from these alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,8 +162,9 @@ class SimulatedWorker:
         )
 
     def _enter(self, sequence: Running) -> None:
-        self._last_plan = None
         self.sequences[sequence.key] = sequence
+        if sequence.phase in STEPPING:
+            self._last_plan = None
         self._in[sequence.phase][sequence.key] = sequence
         self._queued_tokens += sequence.uncomputed_tokens
 
@@ -169,12 +172,15 @@ class SimulatedWorker:
         """To another phase; the sums follow."""
         self._leave_phase(sequence)
         sequence.phase = phase
+        if phase in STEPPING:
+            self._last_plan = None
         self._in[phase][sequence.key] = sequence
         self._held_blocks += sequence.blocks if phase == "held" else 0
         self._decode_kv_tokens += sequence.kv_tokens if phase == "decoding" else 0
 
     def _leave_phase(self, sequence: Running) -> None:
-        self._last_plan = None
+        if sequence.phase in STEPPING:
+            self._last_plan = None
         del self._in[sequence.phase][sequence.key]
         self._held_blocks -= sequence.blocks if sequence.phase == "held" else 0
         self._decode_kv_tokens -= sequence.kv_tokens if sequence.phase == "decoding" else 0
@@ -287,8 +293,12 @@ class SimulatedWorker:
 
     def begin(self) -> tuple[StepPlan | None, list[InstanceEvent]]:
         """What the next step computes (None if there is nothing to do) and the offers made by starting it."""
+        inside = self._in
         if self._last_plan is not None:
             return self._last_plan, []
+        if not (inside["decoding"] or inside["prefilling"] or inside["waiting"] or inside["joining"]):
+            self._set_aside_blocks = 0
+            return None, []
         plan = plan_step(self._plan_state(), self._limits)
         self._set_aside_blocks = plan.short_blocks
         for key in plan.joined:
@@ -301,7 +311,7 @@ class SimulatedWorker:
             if sequence.kind == "context_only":
                 offers.append(self._offered(sequence))
         # Nothing but decodes, and nobody waits: the next step is the same until somebody comes or goes.
-        if plan.decodes and not plan.prefills and not self._in["waiting"] and not self._in["joining"]:
+        if plan.decodes and not plan.prefills and not inside["waiting"] and not inside["joining"]:
             self._last_plan = plan
         return (plan if plan.tokens else None), offers
 
@@ -324,12 +334,20 @@ class SimulatedWorker:
     def finish(self, plan: StepPlan) -> list[InstanceEvent]:
         """Does the step. What was cancelled meanwhile is left out."""
         events: list[InstanceEvent] = []
+        sequences = self.sequences
         for key in plan.decodes:
-            sequence = self.sequences.get(key)
-            if sequence is not None:
-                sequence.kv_tokens += 1
-                self._decode_kv_tokens += 1
+            sequence = sequences.get(key)
+            if sequence is None:
+                continue
+            sequence.kv_tokens += 1
+            self._decode_kv_tokens += 1
+            index, truth = sequence.next_index, sequence.truth
+            if index + 1 >= truth.output_tokens:
                 events.append(self._next_token(sequence))
+                continue
+            sequence.next_index = index + 1
+            ids = (true_token(truth.request_id, index),)
+            events.append(Tokens(request_id=key[0], attempt=key[1], first_index=index, ids=ids))
         for part in plan.prefills:
             sequence = self.sequences.get(part.key)
             if sequence is not None:
@@ -406,12 +424,23 @@ class SimulatedWorker:
 
     def cost_of(self, plan: StepPlan) -> dict[str, int]:
         """The plan as the arguments of `StepTimeModel.step_s`, before it is done."""
+        if not plan.prefills:
+            return self._decode_cost(len(plan.decodes))
         parts = [(part.tokens, self.sequences[part.key].done_tokens) for part in plan.prefills]
         return {
             "n_prefill": len(parts),
             "prefill_tokens": sum(tokens for tokens, _ in parts),
             "prefill_kv_tokens": sum(done + tokens // 2 for tokens, done in parts),
             "n_decode": len(plan.decodes),
+            "decode_kv_tokens": self._decode_kv_tokens,
+        }
+
+    def _decode_cost(self, n_decode: int) -> dict[str, int]:
+        return {
+            "n_prefill": 0,
+            "prefill_tokens": 0,
+            "prefill_kv_tokens": 0,
+            "n_decode": n_decode,
             "decode_kv_tokens": self._decode_kv_tokens,
         }
 

@@ -3,7 +3,7 @@ early."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from trtpd.runtime.core.cluster import Cluster
 from trtpd.runtime.core.degrade import Rung
 from trtpd.runtime.core.events import Arrived, Refuse
 from trtpd.runtime.core.lifecycle import State
+from trtpd.runtime.core.message import message
 from trtpd.runtime.core.ranks import Table
 from trtpd.runtime.core.requests import Request
 from trtpd.runtime.core.score import too_late
@@ -91,7 +92,7 @@ def nobody_for(model: str, seconds: float) -> str:
     return f"no instance has served model {model!r} for {seconds:.0f} s; see `trtpd status`"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class Forecast:
     """What a new request would meet. `wait_s`: prompts before its own, at the instances and in the queue, spread
     over all that prefill; `own_s`: its prefill and hand-off with nothing before it; `place_s`: until decode has a
@@ -116,7 +117,7 @@ def forecast(arrived: Arrived, model: str, books: Books) -> Forecast:
         waiting, table_rate = table.queue()
         queued, rate = queued + waiting, rate + table_rate
         stretch = cluster.costs.stretch(table.role, arrived.prompt_tokens)
-        own_s = min(own_s, arrived.prompt_tokens * stretch / float(table.rate.max()))
+        own_s = min(own_s, arrived.prompt_tokens * stretch / table.rates[1])
     queue = books.backlog.queues.get(model)
     if queue is not None and len(queue):
         queued += queue.tokens_ahead(arrived.priority, arrived.tenant)
@@ -133,6 +134,9 @@ def _place_s(arrived: Arrived, model: str, books: Books, ahead: int) -> float:
     """Seconds until decode has a place for it, behind `ahead` others: 0 while there is one."""
     total = arrived.prompt_tokens + arrived.max_tokens
     for table in _decoders(books, model):
+        fastest = int(table.joined_s.argmin())
+        if table.whole_fits.item(fastest) >= total and table.joined_s.item(fastest) <= (arrived.tpot_s or math.inf):
+            return 0.0
         fits = table.whole_fits >= total
         late = too_late(table, arrived.tpot_s, books.cluster.costs)
         if (fits if late is None else fits & ~late).any():
@@ -163,7 +167,8 @@ def _ends_per_s(table: Table) -> float:
     batch = np.fromiter((instance.hello.max_batch for instance in table.instances), float, len(table))[busy]
     inside = np.minimum(sequences, batch)
     step_s = table.one_s[busy] + table.each_s[busy] * (inside - 1.0)
-    left = np.maximum(table.left[busy] / sequences, max(table.usual_tokens, 1.0))
+    left = np.maximum(table.left[busy] / sequences, 1.0)
+    left = np.clip(table.usual_tokens, left, 2.0 * left)  # one that runs has half of its answer left on average
     return float((inside / (left * np.maximum(step_s, 1e-6))).sum())
 
 

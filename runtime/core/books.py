@@ -20,6 +20,7 @@ from trtpd.runtime.core.events import (
     Refuse,
     Submit,
     SwitchRole,
+    Tokens,
     TopLogProbs,
     WakeAt,
     Withdraw,
@@ -201,8 +202,29 @@ class Books:
                 )
             )
             request.timeline.mark_tokens(len(new), self.now_s)
-            self.tally.counts["output_tokens"] += len(new)
+            self.tally.output_tokens += len(new)
         return max(0, len(ids) - stop)
+
+    def append(self, request: Request, event: Tokens) -> bool:
+        """`accept` for the usual case: the next tokens, and more are to come. False, with nothing done, if that is
+        not the case."""
+        journal, ids, arrived = request.journal, event.ids, request.arrived
+        known = len(journal)
+        if event.first_index != known or not ids or known + len(ids) >= arrived.max_tokens:
+            return False
+        journal += ids
+        self._out.append(
+            Emit(
+                request_id=arrived.request_id,
+                first_index=known,
+                ids=ids,
+                log_probs=event.log_probs,
+                top_log_probs=event.top_log_probs,
+            )
+        )
+        request.timeline.mark_tokens(len(ids), self.now_s)
+        self.tally.output_tokens += len(ids)
+        return True
 
     def _note_length(self, request: Request) -> None:
         lengths = self.lengths_of(request.model)
@@ -215,7 +237,7 @@ class Books:
         left = hold.left_tokens - tokens
         if left < 1.0:
             left = self.expected_left(request)
-        self.cluster.wrote(hold, tokens, left)
+        self.cluster.wrote(self.cluster.instances[hold.instance], hold, tokens, left)
 
     def end_prefill(self, request: Request) -> None:
         """The attempt's prompt is computed, or given up: its place among the paced ones is free."""

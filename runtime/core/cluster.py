@@ -127,19 +127,19 @@ class Cluster:
     def report(self, instance: Instance, load: Load) -> bool:
         """Takes in the instance's own report; True if it has more room than before."""
         before = instance.load
-        more = load.kv_blocks_free > before.kv_blocks_free
         used = instance.used_blocks
         instance.load = load
         instance.reports += 1
         if load.evicted:
             self.prefixes.evicted(instance.name, load.evicted)
-        if (
-            max(used, instance.used_blocks) > instance.peak_blocks
-            or max(before.queued_tokens, load.queued_tokens) > instance.pending_tokens
-            or instance.reports % REPORTS_PER_REFRESH == 0
-        ):
+        freed = load.kv_blocks_free - before.kv_blocks_free
+        if instance.reports % REPORTS_PER_REFRESH == 0:
             self.refresh(instance)
-        return more
+        elif freed or load.queued_tokens != before.queued_tokens:
+            most_used, most_queued = max(used, used - freed), max(before.queued_tokens, load.queued_tokens)
+            if most_used > instance.peak_blocks or most_queued > instance.pending_tokens:
+                self.refresh(instance)
+        return freed > 0
 
     def observe(self, instance: Instance, work: StepWork, step_s: float) -> None:
         """A step of it took so long: what is predicted of it follows, slowly and within bounds."""
@@ -305,9 +305,9 @@ class Cluster:
             hold.pending_tokens = pending_tokens
             self.refresh(instance)
 
-    def wrote(self, hold: Hold, tokens: int, left_tokens: float) -> None:
-        """A sequence grew by so many tokens and is expected to grow by `left_tokens` more."""
-        instance = self.instances[hold.instance]
+    @staticmethod
+    def wrote(instance: Instance, hold: Hold, tokens: int, left_tokens: float) -> None:
+        """A sequence grew there by so many tokens and is expected to grow by `left_tokens` more."""
         instance.context_tokens += tokens
         instance.left_tokens += left_tokens - hold.left_tokens
         hold.context_tokens += tokens

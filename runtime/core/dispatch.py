@@ -13,6 +13,10 @@ from trtpd.runtime.core.recovery import Recovery
 from trtpd.runtime.core.requests import Attempt, Request
 from trtpd.runtime.core.view import rules_of, work_of
 
+SETTLED_LATE = 32
+"""Up to so many instances, what placement sees of them is brought up to date when it is looked at. With more that
+would be a long wait for the one that looks."""
+
 
 class Dispatch:
     """Runs after each event, and does nothing unless room has changed since the last time."""
@@ -24,7 +28,11 @@ class Dispatch:
 
     def run(self) -> None:
         books = self._books
-        books.settle()
+        waiting = len(books.backlog) or books.undelivered
+        if waiting or len(books.cluster.instances) > SETTLED_LATE:
+            books.settle()
+        if not waiting:
+            books.room_changed = False
         while books.room_changed:
             books.room_changed = False
             if books.undelivered:

@@ -7,10 +7,11 @@ answers. Instants are seconds on the driver's clock.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
 from trtpd.runtime.core.lifecycle import Timeline
+from trtpd.runtime.core.message import message
 
 FinishReason = Literal["stop", "length"]
 Role = Literal["prefill", "decode", "mixed"]
@@ -18,7 +19,7 @@ TopLogProbs = tuple[tuple[int, float], ...]
 """Tokens and their log-probabilities, likeliest first."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class Capabilities:
     """What an engine can't do, as data; the core plans by these and never by an engine's name.
 
@@ -35,7 +36,7 @@ class Capabilities:
     unsupported: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class Load:
     """What an instance reports with every step. `queued_tokens` are prompt tokens accepted and not yet computed.
 
@@ -65,7 +66,7 @@ class Load:
 # Events from one instance, carried by Step ------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class Offered:
     """Prefill admitted the request and holds `blocks` blocks for it; its first chunk is about to run. KV of
     `cached_tokens` tokens was there already."""
@@ -78,7 +79,7 @@ class Offered:
     cached_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class ChunkReady:
     """KV of the first `ready_tokens` tokens is final."""
 
@@ -88,7 +89,7 @@ class ChunkReady:
     chunk: bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class Sealed:
     """Prefill is done and drew the token at output index `first_index`. `finish` is set if it ends the
     answer. `top_log_probs` as one of those of Tokens."""
@@ -103,13 +104,13 @@ class Sealed:
     top_log_probs: TopLogProbs = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class TransferBegun:
     request_id: int
     attempt: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class TransferDone:
     """KV has arrived, is verified and joined decode's batch; prefill may free it. KV of `present_tokens` tokens was
     there before and did not move."""
@@ -124,7 +125,7 @@ class TransferDone:
     present_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class TransferFailed:
     """A pull ended without KV. Decode has given its blocks back."""
 
@@ -135,7 +136,7 @@ class TransferFailed:
     retryable: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class Tokens:
     """Tokens at output indexes `first_index ...` of one request. The last one ends the answer if `finish` is
     set.
@@ -155,7 +156,7 @@ class Tokens:
     cached_tokens: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class Preempted:
     """The instance gave this attempt's blocks to others for lack of them. It keeps the attempt, and goes on with the
     next token when it has computed its KV anew."""
@@ -164,7 +165,7 @@ class Preempted:
     attempt: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class Drained:
     """The instance holds nothing of this attempt any more (answer to Cancel and Withdraw, or a lapsed
     lease)."""
@@ -173,7 +174,7 @@ class Drained:
     attempt: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class Rejected:
     """The instance did not take the work, or gave it up, and holds nothing of it. `code` as in errors.py.
 
@@ -204,7 +205,7 @@ InstanceEvent = (
 # Events -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class Arrived:
     """A new request. `deadline_s` is an instant; targets are durations from arrival (TTFT) and per token
     (TPOT).
@@ -226,7 +227,7 @@ class Arrived:
     model: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class Hello:
     """An instance registers, or registers again with a new `generation` after a restart (all it held is
     gone).
@@ -257,7 +258,7 @@ class Hello:
     prefix_cache: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class Step:
     """One message of one instance: everything that happened in one engine step, and its load afterwards."""
 
@@ -267,7 +268,7 @@ class Step:
     load: Load
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class Lost:
     """The instance's process is gone or silent; nothing it held can be had any more."""
 
@@ -276,7 +277,7 @@ class Lost:
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class LinkDown:
     """KV can't move from one instance to another just now."""
 
@@ -284,7 +285,7 @@ class LinkDown:
     sink: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class TextStopped:
     """The text of this request met a stop string within the token at output index `index`."""
 
@@ -292,12 +293,12 @@ class TextStopped:
     index: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class ClientGone:
     request_id: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class Drain:
     """No new work for this instance. What runs there finishes; with `move`, what can run elsewhere goes there,
     paced."""
@@ -306,7 +307,7 @@ class Drain:
     move: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class Tick:
     """Time has passed (sent for every WakeAt, not before its instant, and may be sent at any time)."""
 
@@ -319,7 +320,7 @@ Event = Arrived | Hello | Step | Lost | LinkDown | TextStopped | ClientGone | Dr
 WorkKind = Literal["context_only", "context_and_generation"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class Submit:
     """Prefill this request on `instance`. The driver adds the prompt; `journal` are accepted output tokens
     that now belong to the prompt, so output starts at index len(journal)."""
@@ -331,7 +332,7 @@ class Submit:
     journal: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class Pull:
     """Decode is to pull this offer, or learns more of a pull it has: `ready_tokens`, new chunks, the seal.
 
@@ -347,7 +348,7 @@ class Pull:
     seal: bytes | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class Withdraw:
     """Prefill frees what it holds for this attempt (delivered, or no longer wanted). Answered by Drained,
     also when nothing is held any more."""
@@ -357,7 +358,7 @@ class Withdraw:
     attempt: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class Cancel:
     """The instance stops this attempt and frees it. Answered by Drained, also when nothing is held any
     more."""
@@ -367,7 +368,7 @@ class Cancel:
     attempt: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class Emit:
     """Tokens for the client, each output index exactly once and in order."""
 
@@ -378,7 +379,7 @@ class Emit:
     top_log_probs: tuple[TopLogProbs, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class Finish:
     """The request's end. `reason` is "stop", "length", "cancelled", or an error's code with `message` for it.
 
@@ -394,7 +395,7 @@ class Finish:
     retry_after_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class Refuse:
     """Not admitted. `code` is "saturated" (with `retry_after_s`), "no_instance" or "invalid_argument"."""
 
@@ -404,7 +405,7 @@ class Refuse:
     retry_after_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class Quarantine:
     """No work for this instance until `until_s`."""
 
@@ -413,13 +414,13 @@ class Quarantine:
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class SwitchRole:
     instance: str
     role: Role
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class WakeAt:
     """Send a Tick at this instant."""
 

@@ -35,7 +35,7 @@ class Hold:
     will: what its KV holds, and how many tokens it is expected to write yet. `sent`: the instance was told
     (before that it is a credit, given back without a word). `seen`: the instance's own reports include it.
     `closing`: it was cancelled or withdrawn; `reminder` asks again if no answer comes. `moving`: KV of it is
-    on its way.
+    on its way. `writes`: its tokens come, one message like the other.
     """
 
     instance: str
@@ -50,6 +50,7 @@ class Hold:
     seen: bool = False
     closing: bool = False
     moving: bool = False
+    writes: bool = False
     reminder: Timer | None = None
 
     @property

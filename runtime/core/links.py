@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from trtpd.runtime.core.distance import link_between, transfer_s
 from trtpd.runtime.core.events import Hello, TransferDone
 from trtpd.runtime.core.instance import Instance
+from trtpd.runtime.core.message import message
 
 SAME_HOST_BYTES_PER_S = 5e9
 OTHER_HOST_BYTES_PER_S = 1e9
@@ -22,7 +21,7 @@ PAIRS_KEPT = 100_000
 SMALLEST_SAMPLE_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class Move:
     """What a client would wait for the move of one prompt's KV, within a host and between two, and what every other
     flow at either end adds to it."""

@@ -14,6 +14,7 @@ from trtpd.runtime.core.cluster import Cluster, Group
 from trtpd.runtime.core.degrade import Rung
 from trtpd.runtime.core.instance import Instance
 from trtpd.runtime.core.links import Links
+from trtpd.runtime.core.message import message
 from trtpd.runtime.core.ranks import Floats, Mask, Table
 from trtpd.runtime.core.requests import Request
 from trtpd.runtime.core.score import Weights, Work
@@ -33,7 +34,7 @@ class Wait(StrEnum):
     PAUSED = "paused"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class Choice:
     """Where it goes. `decode` is None where `prefill` does everything. `reason` is a code for metrics, `text` says
     the same for people where it isn't plain."""
@@ -68,16 +69,21 @@ Shortlist = list[tuple[float, int]]
 """(score, row) of the best of one side, ascending."""
 
 
-def shortlist(table: Table, scores: Floats, unfit: Mask) -> Shortlist:
-    """Takes `scores` over."""
-    scores[unfit] = np.inf
-    if len(table) > SHORTLIST:
+def shortlist(scores: Floats) -> Shortlist:
+    """The best of all."""
+    if len(scores) > SHORTLIST:
         rows = scores.argpartition(SHORTLIST - 1)[:SHORTLIST]
         found = list(zip(scores[rows].tolist(), rows.tolist(), strict=True))
     else:
-        found = list(zip(scores.tolist(), range(len(table)), strict=True))
+        found = list(zip(scores.tolist(), range(len(scores)), strict=True))
     found.sort()
-    return [entry for entry in found if entry[0] < np.inf]
+    return found
+
+
+def _fit(scores: Floats, unfit: Mask) -> Shortlist:
+    """The best of those that fit. Takes `scores` over."""
+    scores[unfit] = np.inf
+    return [entry for entry in shortlist(scores) if entry[0] < np.inf]
 
 
 @dataclass(slots=True)
@@ -101,13 +107,16 @@ class _View:
 
     def sources(self, table: Table, flow: float) -> Shortlist:
         """Those that would prefill only."""
-        unfit = self.avoided(table, table.prefill_fits < self.work.prompt_tokens)
+        scores, tokens = self._prefill(table, flow), self.work.prompt_tokens
+        if not self.is_long and not self.request.avoid:
+            found, fits = shortlist(scores), table.prefill_fits
+            if all(fits.item(row) >= tokens for _, row in found):
+                return found
+        unfit = self.avoided(table, table.prefill_fits < tokens)
         if self.is_long:
             self.held_back = True
             unfit |= table.rate * table.wait_s > 1.0
-        scores = self._prefill(table)
-        scores += flow * table.flows
-        return shortlist(table, scores, unfit)
+        return _fit(scores, unfit)
 
     @property
     def is_long(self) -> bool:
@@ -117,13 +126,18 @@ class _View:
     def _stretch(self, table: Table) -> float:
         return self.cluster.costs.stretch(table.role, self.work.prompt_tokens)
 
-    def _prefill(self, table: Table) -> Floats:
-        return score.prefill(table, self.work, self.rules.weights, self._stretch(table))
+    def _prefill(self, table: Table, flow: float = 0.0) -> Floats:
+        return score.prefill(table, self.work, self.rules.weights, self._stretch(table), flow)
 
     def sinks(self, table: Table, flow: float) -> Shortlist:
         """Those that would decode what others prefill."""
-        unfit = self.avoided(table, table.whole_fits < self.work.total_tokens)
-        return shortlist(table, score.decode(table, self.work, flow), self._in_time(table, unfit))
+        work, fits, step_s = self.work, table.whole_fits, table.joined_s
+        scores = score.decode(table, work, flow)
+        if not self.request.avoid:
+            found, most_s = shortlist(scores), work.tpot_s or np.inf
+            if all(fits.item(row) >= work.total_tokens and step_s.item(row) <= most_s for _, row in found):
+                return found
+        return _fit(scores, self._in_time(table, self.avoided(table, fits < work.total_tokens)))
 
     def _in_time(self, table: Table, unfit: Mask) -> Mask:
         late = score.too_late(table, self.work.tpot_s, self.cluster.costs)

@@ -21,7 +21,7 @@ Mask = npt.NDArray[np.bool_]
 REPORTS_PER_REFRESH = 8
 
 
-COLUMNS = 18
+COLUMNS = 17
 
 CAUTION = 1.1
 """By so much joined_s is longer than predicted: a full instance works at this bound, and half of its tokens would
@@ -56,12 +56,12 @@ class Table:
     rate          prompt tokens a second, 0 while it takes nothing new
     sequences     that decode there or will · left: tokens they will write yet, all together
     one_s         a step of one sequence · each_s: what each further one adds
-    flows         transfers into or out of it · host: a number for it
+    flows         transfers into or out of it
     joined_s      the time of a token once one more has joined; 0 while there is none, where no target forbids it
 
     wait_s        seconds of prompts that wait there · token_s: seconds per prompt token
 
-    `decode_terms` are columns that a score is a weighted sum of: see score.decode.
+    `decode_terms` and `prefill_terms` are columns that a score is a weighted sum of: see score.py.
     """
 
     def __init__(self, role: Role, costs: Costs, limits: Limits) -> None:
@@ -73,6 +73,7 @@ class Table:
         self._costs = costs
         self._limits = limits
         self._longest: float | None = None
+        self._rates: tuple[float, float] | None = None
         self._data: Floats = np.zeros((COLUMNS, 8))
         self._view()
 
@@ -82,11 +83,12 @@ class Table:
     def _view(self) -> None:
         """Names the columns in use. Anew after every change of their number: old views would show old memory."""
         data = self._data[:, : len(self.instances)]
+        self._longest, self._rates = None, None
         self.capacity, self.room, self.prefill_fits, self.whole_fits, self.rate = data[0:5]
         self.sequences, self.left, self.one_s, self.each_s, self.joined_s = data[5:10]
-        self.wait_s, self.token_s = data[10:12]
-        self.decode_terms: Floats = data[12:17]
-        self.flows, self.host = data[16:18]
+        self.decode_terms: Floats = data[10:15]
+        self.prefill_terms: Floats = data[14:17]
+        self.flows, self.wait_s, self.token_s = data[14:17]
 
     def add(self, instance: Instance, now_s: float) -> None:
         instance.row = len(self.instances)
@@ -96,7 +98,6 @@ class Table:
             self._data = np.concatenate((self._data, np.zeros_like(self._data)), axis=1)
         self._data[:, instance.row] = 0.0
         self._data[0, instance.row] = -1.0
-        self._longest = None
         self._view()
         self.refresh(instance, now_s)
 
@@ -109,7 +110,6 @@ class Table:
             self._data[:, instance.row] = self._data[:, last.row]
             self.instances[instance.row] = last
             last.row = instance.row
-        self._longest = None
         self._view()
 
     def refresh(self, instance: Instance, now_s: float) -> bool:
@@ -135,6 +135,7 @@ class Table:
         step_s = one_s + each_s * met
         kv, kv_token = (instance.context_tokens + instance.left_tokens) / kv_tokens, 1.0 / kv_tokens
         crowd = limits.batch_s * (placed + 1) / hello.max_batch
+        rate, former_rate = 1.0 / token_s if is_open else 0.0, self.rate.item(row)
         was_full = self.prefill_fits.item(row) < 0.0
         prefill_fits = fits if wait_s <= limits.ahead_s or instance.prefilling < ahead else -1.0
         self._data[:, row] = (
@@ -142,21 +143,22 @@ class Table:
             fits,
             prefill_fits,
             fits if placed < limits.placed_per_batch * hello.max_batch else -1.0,
-            1.0 / token_s if is_open else 0.0,
+            rate,
             sequences,
             instance.left_tokens,
             one_s,
             each_s,
             CAUTION * per_token_s(one_s, each_s, sequences + 1, hello.max_batch) if sequences else 0.0,
-            wait_s + instance.jitter,
-            token_s,
             limits.tpot_s * step_s * step_s,
             limits.kv_s * kv * kv + crowd + instance.jitter,
             limits.kv_s * 2.0 * kv * kv_token,
             limits.kv_s * kv_token * kv_token,
             instance.flows,
-            instance.host,
+            wait_s + instance.jitter,
+            token_s,
         )
+        if rate != former_rate:
+            self._rates = None
         return was_full and prefill_fits >= 0.0
 
     def stale(self, instance: Instance, now_s: float) -> bool:
@@ -171,6 +173,13 @@ class Table:
             self._longest = float(self.capacity.max()) if self.instances else -1.0
         return tokens <= self._longest
 
+    @property
+    def rates(self) -> tuple[float, float]:
+        """Prompt tokens a second of all that serve together, and of the fastest."""
+        if self._rates is None:
+            self._rates = (float(self.rate.sum()), float(self.rate.max())) if self.instances else (0.0, 0.0)
+        return self._rates
+
     def queue(self) -> tuple[float, float]:
         """(prompt tokens that wait at those that serve, their prompt tokens a second together)."""
-        return float(np.dot(self.wait_s, self.rate)), float(self.rate.sum())
+        return float(np.dot(self.wait_s, self.rate)), self.rates[0]

@@ -124,8 +124,7 @@ class RouterCore:
         books.timers.fire(books.now_s)
         self._events[type(event)](event)
         self._dispatch.run()
-        books.settle()
-        wake_s = books.timers.wake_s(books.now_s, ticked=isinstance(event, Tick))
+        wake_s = books.timers.wake_s(books.now_s, ticked=type(event) is Tick)
         if wake_s is not None:
             books.say(WakeAt(at_s=wake_s))
         return books.take_out()
@@ -179,13 +178,30 @@ class RouterCore:
         if event.events:
             books.step_work = StepWork()
             for answer in event.events:
-                self._answer(instance, answer)
+                if type(answer) is not Tokens or not self._writes_on(instance, answer):
+                    self._answer(instance, answer)
             if event.load.step_tokens:
                 self._observe(instance, books.step_work, event.load)
         if books.cluster.report(instance, event.load):
             books.room_changed = True
         if event.load.draining and not instance.draining:
             self._drain(Drain(instance=instance.name, move=True))
+
+    def _writes_on(self, instance: Instance, event: Tokens) -> bool:
+        """What nearly every answer is: the next tokens of a sequence that writes, and not its last. False, with
+        nothing done, if this one is anything else."""
+        hold = instance.holds.get((event.request_id, event.attempt))
+        if hold is None or not hold.writes or hold.closing or event.finish is not None:
+            return False
+        books = self._books
+        request = books.requests[event.request_id]
+        if not books.append(request, event):
+            return False
+        written = len(event.ids)
+        books.step_work.n_decode += written
+        left = hold.left_tokens - written
+        books.cluster.wrote(instance, hold, written, left if left >= 1.0 else books.expected_left(request))
+        return True
 
     def _observe(self, instance: Instance, work: StepWork, load: Load) -> None:
         """Without chunk events prompt tokens show in the count of the step alone; a step that holds what no answer
@@ -278,6 +294,7 @@ class RouterCore:
             attempt.record.cached_tokens = event.cached_tokens
         surplus = books.accept(request, event.first_index, event.ids, event.log_probs, event.top_log_probs)
         if event.finish is None:
+            hold.writes = True
             books.wrote(request, hold, len(event.ids))
         if event.finish is not None and not surplus:
             books.end(request, State.FINISHED, event.finish)

@@ -9,6 +9,7 @@ import numpy as np
 from trtpd.errors import InputError
 from trtpd.runtime.core.cost import Costs
 from trtpd.runtime.core.instance import Instance
+from trtpd.runtime.core.message import message
 from trtpd.runtime.core.ranks import Floats, Mask, Table
 
 
@@ -47,7 +48,7 @@ TPOT_USUAL_S = 0.05
 """What a step's length is measured by where a request has no TPOT target."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class Work:
     """One request as the score sees it. `left_tokens`: the output to expect of it. `hits`: prompt tokens that
     instances should hold in their prefix caches."""
@@ -59,19 +60,19 @@ class Work:
     hits: dict[str, int]
 
 
-def prefill(table: Table, work: Work, weights: Weights, stretch: float) -> Floats:
-    """The TTFT term for each instance: prompts that wait there and its own, less what a cache should hold of it.
+def prefill(table: Table, work: Work, weights: Weights, stretch: float, flow: float = 0.0) -> Floats:
+    """The TTFT term for each instance: prompts that wait there and its own, less what a cache should hold of it; and
+    `flow` for each transfer under way there.
 
     A hit also takes off what it saves the pool, so that an instance whose queue is longer than that is not chosen
     for its cache.
     """
-    tokens = work.prompt_tokens * stretch
-    found: Floats = table.token_s * (weights.ttft_s * tokens)
-    found += table.wait_s if weights.ttft_s == 1.0 else weights.ttft_s * table.wait_s
+    ttft_s = weights.ttft_s
+    found: Floats = np.dot((flow, ttft_s, ttft_s * work.prompt_tokens * stretch), table.prefill_terms)
     for name, hit in work.hits.items():
         row = row_of(table, name)
         if row is not None:
-            found[row] -= (weights.ttft_s + weights.prefix_s) * table.token_s[row] * stretch * hit
+            found[row] -= (ttft_s + weights.prefix_s) * table.token_s[row] * stretch * hit
     return found
 
 

@@ -30,7 +30,7 @@ def snapshot(books: Books, rebalancers: Mapping[str, Rebalancer]) -> dict[str, A
             if until_s > books.now_s
         ],
         "offered": {model: offered_view(books, found) for model, found in rebalancers.items()},
-        "counters": dict(tally.counts),
+        "counters": {**tally.counts, "output_tokens": tally.output_tokens},
         "finished": dict(tally.finished),
         "failed": dict(tally.failed),
         "refused": dict(tally.refused),

@@ -24,6 +24,7 @@ class Tally:
 
     def __init__(self, policy: Policy) -> None:
         self.counts: Counter[str] = Counter()
+        self.output_tokens = 0
         self.finished: Counter[str] = Counter()
         self.failed: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()

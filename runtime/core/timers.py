@@ -9,8 +9,13 @@ EARLY_S = 0.001
 """A driver's timer may fire this much before its instant; such a Tick uses up its WakeAt all the same."""
 
 
+def _nothing() -> None:
+    """What is left to do for a timer that is done."""
+
+
 class Timer:
-    """One due instant. Held by whoever may want to cancel it."""
+    """One due instant. Held by whoever may want to cancel it. It lets go of its action once it is cancelled or has
+    fired: that is often the last to keep its holder."""
 
     __slots__ = ("action", "at_s", "cancelled")
 
@@ -43,7 +48,7 @@ class Timers:
         """Idempotent. A timer that has fired counts as cancelled."""
         if timer.cancelled:
             return
-        timer.cancelled = True
+        timer.cancelled, timer.action = True, _nothing
         self._cancelled += 1
         if self._cancelled > 64 and self._cancelled * 2 > len(self._heap):
             self._heap = [entry for entry in self._heap if not entry[2].cancelled]
@@ -58,8 +63,9 @@ class Timers:
             if timer.cancelled:
                 self._cancelled -= 1
             else:
+                action, timer.action = timer.action, _nothing
                 timer.cancelled = True
-                timer.action()
+                action()
 
     def next_s(self) -> float | None:
         """The earliest instant at which something is due."""

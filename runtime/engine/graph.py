@@ -292,6 +292,8 @@ class _Decoder:
         """f32, computed from what is stored as it is used."""
         if matrix.type == "f32" or widen or (self._computes_in_bf16 and matrix.scales is None):
             return self._constant(matrix.widened())
+        if matrix.type == "int4":
+            return self._grouped(matrix)
         if matrix.type == "bf16":
             values = np.ascontiguousarray(matrix.values)
             tensor = self._openvino.Tensor(values, self._openvino.Shape(values.shape), self._openvino.Type.bf16)
@@ -303,6 +305,16 @@ class _Decoder:
             return self._ops.multiply(widened, self._constant(matrix.scales))
         widened.get_rt_info()[DECOMPRESSION] = ""
         return widened
+
+    def _grouped(self, matrix: Matrix) -> Any:
+        """f32 of packed int4 in the shape that the CPU plugin takes into the product: scaled with groups as an axis."""
+        assert matrix.scales is not None, "int4 always has scales"
+        (rows, packed), groups = matrix.values.shape, matrix.scales.shape[1]
+        shape = self._openvino.Shape([rows, groups, 2 * packed // groups])
+        tensor = self._openvino.Tensor(np.ascontiguousarray(matrix.values), shape, self._openvino.Type.i4)
+        values = self._ops.convert(self._openvino.op.Constant(tensor, True), "f32")
+        scaled = self._ops.multiply(values, self._constant(matrix.scales[:, :, None]))
+        return self._ops.reshape(scaled, self._ops.constant(np.array([rows, 2 * packed], np.int32)), False)
 
     def _rows(self, table: Any, indexes: Any) -> Any:
         return self._ops.gather(table, indexes, self._ops.constant(np.int32(0)))

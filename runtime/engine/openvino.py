@@ -96,6 +96,11 @@ def _load_rank(config: EngineConfig, directory: Path, pool_name: str, generation
     return Loaded(part=part, pool=pool, draw_from=draw_from, widths=[len(shard.vocabulary) for shard in shards])
 
 
+def load_part(config: EngineConfig, directory: Path, *, pool_name: str, generation: str) -> Loaded:
+    """An engine of one rank without its scheduling: for who drives its steps himself. Raises as `load`."""
+    return _load_rank(config, directory, pool_name, generation, None)
+
+
 class Sums:
     """The graph's sums over all ranks. The CPU plugin may swallow what a node raises, so a failure ends the group
     here, and `taken` counts the sums: a graph that stopped halfway has taken too few."""

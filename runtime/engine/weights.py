@@ -15,19 +15,21 @@ import numpy.typing as npt
 
 from trtpd.build.backends.openvino import weights_file
 from trtpd.build.manifest import Architecture
+from trtpd.build.quantise import widened_groups
 from trtpd.build.shapes import EMBEDDING, HEAD
 from trtpd.build.sharding import Shard
 from trtpd.build.tensors import NUMPY_DTYPES, TensorFile, from_bf16_bits
 from trtpd.errors import CheckpointError, EngineError
 
 F32 = npt.NDArray[np.float32]
-MatrixType = Literal["f32", "bf16", "f16", "int8"]
+MatrixType = Literal["f32", "bf16", "f16", "int8", "int4"]
 BF16_KEY = "bf16_as_u16"
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """Values as they are stored, bf16 as bit patterns; with int8 one f32 scale per row (`scales [rows, 1]`)."""
+    """Values as they are stored: bf16 as bit patterns; int8 with one f32 scale per row (`scales [rows, 1]`); int4 in
+    pairs, `[rows, columns / 2]`, with one per group of columns (`scales [rows, groups]`)."""
 
     values: npt.NDArray[Any]
     type: MatrixType
@@ -37,6 +39,9 @@ class Matrix:
         """f32 of the same values, scales multiplied in."""
         if self.type == "bf16":
             return from_bf16_bits(self.values)
+        if self.type == "int4":
+            assert self.scales is not None, "int4 always has scales"
+            return widened_groups(self.values, self.scales)
         wide = self.values if self.type == "f32" else self.values.astype(np.float32)
         return wide if self.scales is None else wide * self.scales
 
@@ -108,7 +113,7 @@ class Weights:
         return self.matrix(HEAD, len(rows), arch.hidden_size)
 
 
-_TYPES: dict[str, MatrixType] = {"F32": "f32", "F16": "f16", "I8": "int8"}
+_TYPES: dict[str, MatrixType] = {"F32": "f32", "F16": "f16", "I8": "int8", "U8": "int4"}
 
 
 class _File:
@@ -135,10 +140,23 @@ class _File:
         return self._matrix_of(name, self._tensor(name, shape)).widened()
 
     def matrix(self, name: str, shape: tuple[int, int]) -> Matrix:
+        rows, columns = shape
+        if name in self.names and self._file.specs[name].dtype == "U8":
+            packed = self._tensor(name, (rows, columns // 2))
+            return Matrix(packed, "int4", self._group_scales(f"{name}.scale", rows, columns))
         matrix = self._matrix_of(name, self._tensor(name, shape))
         if matrix.type != "int8":
             return matrix
-        return Matrix(matrix.values, "int8", self.f32(f"{name}.scale", (shape[0], 1)))
+        return Matrix(matrix.values, "int8", self.f32(f"{name}.scale", (rows, 1)))
+
+    def _group_scales(self, name: str, rows: int, columns: int) -> F32:
+        shape = self._file.specs[name].shape if name in self.names else ()
+        groups = shape[1] if len(shape) == 2 else 0
+        if groups < 1 or columns % groups:
+            raise EngineError(
+                f"{self._path}: {name} is {list(shape)}, which are no groups of {columns} inputs: build this role again"
+            )
+        return self.f32(name, (rows, groups))
 
     def joined(self, names: Sequence[str], parts: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
         """`parts`, which are those tensors, as one array: a view if the file has them one behind the other."""
@@ -172,5 +190,5 @@ class _File:
 
     def _foreign(self, name: str, dtype: str) -> EngineError:
         return EngineError(
-            f"{self._path}: {name} holds {dtype}, expected F32, F16, I8 or declared bf16: build this role again"
+            f"{self._path}: {name} holds {dtype}, expected F32, F16, I8, U8 or declared bf16: build this role again"
         )

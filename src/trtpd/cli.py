@@ -27,6 +27,9 @@ class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpF
         return action.help if unset else super()._get_help_string(action)
 
 
+_KL_BOUND_NATS = 0.1
+
+
 class Parser(argparse.ArgumentParser):
     """Usage errors in one line, exit 2."""
 
@@ -167,6 +170,18 @@ def _build(subs: Subparsers) -> None:
     sub.add_argument("--dry-run", action="store_true", help="say what would be built")
     sub.add_argument("--tune", action="store_true", help="measure each role's settings here and build with the best")
     sub.add_argument("--tune-s", type=_seconds, default=300.0, metavar="S", help="time for --tune; again goes on")
+    sub.add_argument(
+        "--tune-precision",
+        type=_nats,
+        nargs="?",
+        const=_KL_BOUND_NATS,
+        metavar="KL",
+        help=f"let --tune choose each role's precision too, where the file leaves it auto: of those whose measured KL "
+        f"divergence from f32 is at most KL nats ({_KL_BOUND_NATS} if not given)",
+    )
+    sub.add_argument(
+        "--no-accuracy", action="store_true", help="don't measure how far narrow weights are from f32 (about 10 s each)"
+    )
     sub.set_defaults(run=commands.build)
 
 
@@ -271,6 +286,16 @@ def _port(text: str) -> int:
     if not text.isdecimal() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port (0 to 65535)")
     return int(text)
+
+
+def _nats(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 100:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of nats (0 or more)")
+    return value
 
 
 def _seconds(text: str) -> float:

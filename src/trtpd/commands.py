@@ -6,8 +6,9 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -71,7 +72,9 @@ def build(args: argparse.Namespace) -> int:
 
     if args.tune and (args.role or args.dry_run):
         raise InputError("--tune measures all roles of a whole build; leave out --role and --dry-run")
-    tuning = _tuning(args.tune_s) if args.tune else None
+    if args.tune_precision is not None and (not args.tune or args.no_accuracy):
+        raise InputError("--tune-precision needs --tune, and errors measured: leave out --no-accuracy")
+    tuning = _tuning(args.tune_s, args.tune_precision) if args.tune else None
     with console.progress() as progress:
         made = make(
             load_spec(args.pipeline),
@@ -81,6 +84,7 @@ def build(args: argparse.Namespace) -> int:
             dry_run=args.dry_run,
             progress=progress,
             tuning=tuning,
+            compute_logits=None if args.no_accuracy else _compute_logits,
         )
     document = {
         "build": str(made.out),
@@ -89,6 +93,8 @@ def build(args: argparse.Namespace) -> int:
         "roles": {plan.role: plan.action for plan in made.plans},
         "steps": list(made.steps),
         "tuning": {role: msgspec.to_builtins(record) for role, record in made.manifest.tuning.items()},
+        "accuracy": {name: msgspec.to_builtins(found) for name, found in made.manifest.accuracy.items()},
+        "notes": list(made.notes),
         "warnings": [asdict(finding) for finding in made.warnings],
     }
     reasons = "".join(f"{role}: {why}\n" for role, record in made.manifest.tuning.items() for why in record.why)
@@ -99,11 +105,17 @@ def build(args: argparse.Namespace) -> int:
     return 0
 
 
-def _tuning(seconds: float) -> TuneOptions:
+def _tuning(seconds: float, kl_bound_nats: float | None) -> TuneOptions:
     from trtpd.build.tuning import TuneOptions
     from trtpd.perf.profile import engine_measure
 
-    return TuneOptions(measure=engine_measure, seconds=seconds)
+    return TuneOptions(measure=engine_measure, seconds=seconds, kl_bound_nats=kl_bound_nats)
+
+
+def _compute_logits(directory: Path, passages: Sequence[Sequence[int]], out: Path) -> None:
+    from trtpd.perf.accuracy import engine_logits
+
+    engine_logits(directory, passages, out)
 
 
 def keys(args: argparse.Namespace) -> int:

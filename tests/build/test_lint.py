@@ -15,7 +15,15 @@ from trtpd.build.builder import build
 from trtpd.build.checkpoint import open_checkpoint
 from trtpd.build.checks import Finding
 from trtpd.build.machine import Machine, this_machine
-from trtpd.build.manifest import EngineConfig, Manifest, read_engine_config, read_manifest, write_json
+from trtpd.build.manifest import (
+    Accuracy,
+    EngineConfig,
+    Manifest,
+    PrecisionError,
+    read_engine_config,
+    read_manifest,
+    write_json,
+)
 from trtpd.build.spec import PipelineSpec, parse_spec
 from trtpd.errors import CheckpointError, InputError
 
@@ -97,7 +105,23 @@ def test_what_cannot_work_is_found_with_its_place(
 def test_every_code_of_the_checks_is_provoked_above() -> None:
     source = Path(checks.__file__).read_text()
     codes = set(re.findall(r'\b(?:error|warning)\(\s*"(\w+)"', source)) | set(re.findall(r'_fits\(\s*"(\w+)"', source))
-    assert codes == {code for code, *_ in PIPELINES}
+    assert codes == {code for code, *_ in PIPELINES} | {"precision_error"}  # below
+
+
+def test_the_measured_error_is_told_where_roles_differ_and_where_it_is_large(
+    make_model: MakeModel, tmp_path: Path, machine: Machine
+) -> None:
+    out, spec = tmp_path / "BUILD", spec_of(make_model(), **pools(precision="int8"))
+    for kl_nats, codes in ((0.01, ["precision_differs"]), (0.5, ["precision_differs", "precision_error"])):
+        build(spec, out, machine=machine)
+        figures = PrecisionError(
+            tokens=9, kl_nats=kl_nats, log_prob_error=0, logit_error=0, same_best=1, perplexity=2, f32_perplexity=2
+        )
+        manifest = msgspec.structs.replace(read_manifest(out), accuracy={"int8": Accuracy(key="", figures=figures)})
+        write_json(out / "manifest.json", manifest)
+        found = lint.lint_build(out, machine=machine)
+        assert [one.code for one in found if one.code.startswith("precision")] == codes
+        assert f"KL {kl_nats:.4f} nats" in found[0].message
 
 
 def test_arguments_for_another_engine_are_an_error(make_model: MakeModel, machine: Machine) -> None:

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from trtpd_testing.tiny import CONFIG, family_weights, random_weights, write_family
 
-from trtpd.build.backends.openvino import quantise, weights_key, write_weights
+from trtpd.build.backends.openvino import weights_key, write_weights
 from trtpd.build.checkpoint import open_checkpoint
 from trtpd.build.engines import engine_layout
 from trtpd.build.manifest import Precision
+from trtpd.build.quantise import quantise
 from trtpd.build.shapes import EMBEDDING, HEAD
 from trtpd.build.sharding import shard_of
 from trtpd.build.tensors import TensorFile, from_bf16_bits
@@ -108,7 +109,7 @@ def test_weights_say_what_they_are(make_model: Callable[..., Path], tmp_path: Pa
 
 
 @pytest.mark.parametrize("tp", [2, 3, 4])
-@pytest.mark.parametrize("precision", ["f32", "bf16", "int8"])
+@pytest.mark.parametrize("precision", ["f32", "bf16", "int8", "int4"])
 def test_the_parts_of_all_ranks_make_up_the_whole(
     make_model: Callable[..., Path], tmp_path: Path, precision: Precision, tp: int
 ) -> None:

@@ -110,6 +110,13 @@ def test_a_fault_in_a_pipeline_is_found(
     assert all(one.mend and all(one.values) and "\n" not in str(one) for one in found)
 
 
+def test_int4_is_refused_by_name(tmp_path: Path) -> None:
+    found = pipeline_findings(tmp_path, LLAMA_8B, {"precision": "int4"})
+    (finding,) = [one for one in found if one.where == "pools.decode.precision" and one.severity == "error"]
+    assert finding.code == "precision_unsupported"
+    assert "is int4; tensorrt_llm has weights in" in finding.message
+
+
 GOOD: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (LLAMA_8B, {}),
     (LLAMA_70B, trt(gpu="h200")),

@@ -12,7 +12,7 @@ from trtpd.build.spec import TensorRTSpec
 from trtpd.kv_transfer.layout import KVDtype, KVLayout
 
 DTYPES: dict[Precision, str] = {
-    "f32": "float32", "bf16": "bfloat16", "f16": "float16", "int8": "bfloat16", "fp8": "bfloat16"
+    "f32": "float32", "bf16": "bfloat16", "f16": "float16", "int8": "bfloat16", "int4": "bfloat16", "fp8": "bfloat16"
 }  # fmt: skip
 QUANT_ALGOS: dict[Precision, str] = {"int8": "W8A16", "fp8": "FP8"}
 _KV_OF_DTYPE: dict[str, KVDtype] = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}

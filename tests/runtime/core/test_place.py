@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -26,8 +27,8 @@ from trtpd.errors import InputError
 from trtpd.perf.simulated_worker import WorkerSpec
 from trtpd.runtime.core import place
 from trtpd.runtime.core.cluster import Cluster
-from trtpd.runtime.core.events import Arrived, InstanceEvent, LinkDown, Load, Pull, Step, Submit, Tokens
-from trtpd.runtime.core.instance import Hold
+from trtpd.runtime.core.events import Arrived, InstanceEvent, LinkDown, Load, Pull, Role, Step, Submit, Tokens
+from trtpd.runtime.core.instance import Hold, Side
 from trtpd.runtime.core.links import Links
 from trtpd.runtime.core.place import Rules
 from trtpd.runtime.core.policy import Policy
@@ -249,3 +250,27 @@ def test_every_choice_is_feasible(specs: list[WorkerSpec], data: st.DataObject, 
     if sink is not None:
         assert (source.hello.role, sink.hello.role) == ("prefill", "decode")
         assert source.group_key == sink.group_key
+
+
+@settings(deadline=None, max_examples=50)
+@given(seed=st.integers(0, 1 << 30), prompt=st.integers(1, 300), out=st.integers(1, 200))
+def test_whom_a_request_stays_away_from_changes_nothing_if_it_is_not_there(seed: int, prompt: int, out: int) -> None:
+    """The short way (the best of all fit) and the long one (the best of those that fit) find the same."""
+    rng, cluster = random.Random(seed), Cluster()
+    for number in range(60):
+        role: Role = "prefill" if number % 2 else "decode"
+        spec = WorkerSpec(
+            name=str(number), role=role, kv_blocks=20, tokens_per_block=16, max_batch=2, host=f"h{number % 7}"
+        )
+        instance = cluster.register(spec.hello("1"))
+        for request_id in range(rng.randint(0, 4)):
+            side: Side = "prefill" if role == "prefill" else "decode"
+            hold = Hold(instance=spec.name, request_id=request_id, attempt=1, side=side, blocks=rng.randint(0, 6))
+            hold.left_tokens, hold.pending_tokens = rng.uniform(0.0, 90.0), rng.choice((0, 400))
+            cluster.reserve(instance, hold)
+    work = Work(prompt_tokens=prompt, total_tokens=prompt + out, left_tokens=out / 2, tpot_s=0.05, hits={})
+    request = Request(Arrived(request_id=99, prompt_tokens=prompt, max_tokens=out, deadline_s=9.0), "m", 0.0)
+    rules = Rules(weights=Weights(), links=Links(0.003))
+    short = place.choose(request, cluster, work=work, rules=rules)
+    request.avoid["nobody"] = 9.0
+    assert place.choose(request, cluster, work=work, rules=rules) == short

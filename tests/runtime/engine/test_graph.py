@@ -70,7 +70,7 @@ def test_f32_logits_are_those_of_the_reference(tied, rope_scaling, head_dim, tmp
     np.testing.assert_allclose(np.concatenate(found), expected[[49, 74]], atol=2e-4)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "f16", "int8"])
+@pytest.mark.parametrize("precision", ["bf16", "f16", "int8", "int4"])
 @pytest.mark.parametrize(("tied", "widen"), [(True, False), (False, False), (True, True)])
 def test_narrow_weights_are_computed_with_at_their_stored_values(precision: Precision, tied, widen, tmp_path):
     arch = tiny.architecture(tied=tied)

@@ -167,7 +167,7 @@ def test_an_untied_model_needs_its_head(directory):
         tiny.load_openvino(settings(), directory)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "f16", "int8"])
+@pytest.mark.parametrize("precision", ["bf16", "f16", "int8", "int4"])
 def test_narrow_builds_serve(precision, tmp_path):
     tiny.save(tmp_path, tiny.stored(tiny.weights(ARCH), precision))
     engine = tiny.load_openvino(tiny.config(ARCH, precision=precision), tmp_path)

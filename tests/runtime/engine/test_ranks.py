@@ -83,7 +83,7 @@ def logits_of_ranks(config: EngineConfig, directory, steps: list[Step]) -> list[
     return found
 
 
-@pytest.mark.parametrize("precision", ["f32", "bf16", "int8"])
+@pytest.mark.parametrize("precision", ["f32", "bf16", "int8", "int4"])
 @pytest.mark.parametrize(("tp", "heads", "kv_heads"), [(2, 4, 2), (2, 9, 3), (3, 9, 3), (4, 4, 2), (5, 6, 3)], ids=str)
 def test_ranks_together_compute_what_the_reference_does(tp, heads, kv_heads, precision, tmp_path):
     config = settings(tp, precision, num_attention_heads=heads, num_key_value_heads=kv_heads)

@@ -16,7 +16,7 @@ from trtpd.runtime.engine.weights import Weights
 MLP = [f"model.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up")]
 
 
-@pytest.mark.parametrize("precision", ["f32", "bf16", "f16", "int8"])
+@pytest.mark.parametrize("precision", ["f32", "bf16", "f16", "int8", "int4"])
 def test_a_builds_stacked_matrices_are_views_of_its_file(precision: Precision, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(write_model(tmp_path / "model"))
     arch = checkpoint.architecture

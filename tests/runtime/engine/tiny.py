@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import save_file
 
-from trtpd.build.backends.openvino import quantise, stored_part, weights_file
+from trtpd.build.backends.openvino import INT4_MATRICES, stored_part, weights_file
 from trtpd.build.manifest import Architecture, EngineConfig, Llama3Scaling, Precision, RoleProfile, RopeScaling
+from trtpd.build.quantise import group_of, quantise, quantise_groups, widened_groups
 from trtpd.build.sharding import shard_of
 from trtpd.kv_transfer.layout import KVDtype, KVLayout
 from trtpd.runtime.engine import emulated, openvino
@@ -84,14 +85,15 @@ def stored(values: dict[str, F32], precision: Precision) -> dict[str, npt.NDArra
         elif precision == "bf16" or name == "model.embed_tokens.weight":
             out[name] = (tensor.view(np.uint32) >> 16).astype(np.uint16)
         else:
-            out |= quantised(name, tensor)
-    if precision == "int8" and "lm_head.weight" not in values:
+            out |= quantised(name, tensor, groups=precision == "int4")
+    if precision in ("int8", "int4") and "lm_head.weight" not in values:
         out |= quantised("lm_head.weight", values["model.embed_tokens.weight"])
     return out
 
 
-def quantised(name: str, tensor: F32) -> dict[str, npt.NDArray[np.generic]]:
-    values, scale = quantise(tensor)
+def quantised(name: str, tensor: F32, *, groups: bool = False) -> dict[str, npt.NDArray[np.generic]]:
+    group = group_of(tensor.shape[1]) if groups and name.endswith(INT4_MATRICES) else None
+    values, scale = quantise(tensor) if group is None else quantise_groups(tensor, group)
     return {name: values, f"{name}.scale": scale}
 
 
@@ -101,6 +103,8 @@ def read_back(tensors: dict[str, npt.NDArray[np.generic]]) -> dict[str, F32]:
     for name, tensor in tensors.items():
         if tensor.dtype == np.uint16:
             out[name] = (tensor.astype(np.uint32) << 16).view(np.float32)
+        elif tensor.dtype == np.uint8:
+            out[name] = widened_groups(tensor, tensors[f"{name}.scale"])
         elif tensor.dtype == np.int8:
             out[name] = tensor.astype(np.float32) * tensors[f"{name}.scale"].astype(np.float32)
         elif tensor.dtype == np.float16 or (tensor.dtype == np.float32 and not name.endswith(".scale")):
