@@ -3,7 +3,7 @@ concern."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -45,6 +45,7 @@ class Deployment:
     max_seq_tokens: int
     roles: tuple[ResolvedRole, ...]
     accuracy: Mapping[str, Accuracy] = field(default_factory=dict)
+    elastic: bool = False
     convert_dtype: bool = False
 
     @classmethod
@@ -54,6 +55,7 @@ class Deployment:
             architecture=pipeline.architecture,
             max_seq_tokens=pipeline.max_seq_tokens,
             roles=tuple(pipeline.roles.values()),
+            elastic=pipeline.spec.pools.elastic,
             convert_dtype=pipeline.spec.transfer.convert_dtype,
         )
 
@@ -305,16 +307,7 @@ def _room(deployment: Deployment, machine: Machine) -> Iterator[Finding]:
     if not ENGINES[deployment.engine].on_cpu:
         return
     pools = sum(len(role.instances) * role.pool_bytes for role in deployment.roles)
-    weights = sum(
-        len(role.instances)
-        * weights_bytes(
-            deployment.engine,
-            deployment.architecture,
-            "f32" if role.profile.widen_weights else role.precision,
-            role.tp,
-        )
-        for role in deployment.roles
-    )
+    weights = sum(len(role.instances) * _weights_bytes(deployment, role) for role in deployment.roles)
     mend = "lower kv_tokens or the number of instances"
     yield from _fits("shm_room", "the KV pools", "/dev/shm", pools, machine.shm_bytes, machine.shm_free_bytes, mend)
     yield from _fits(
@@ -326,6 +319,63 @@ def _room(deployment: Deployment, machine: Machine) -> Iterator[Finding]:
         machine.memory_free_bytes,
         mend,
     )
+
+
+def _weights_bytes(deployment: Deployment, role: ResolvedRole) -> int:
+    """Of one instance, as it holds them."""
+    held = "f32" if role.profile.widen_weights else role.precision
+    return weights_bytes(deployment.engine, deployment.architecture, held, role.tp)
+
+
+def _elastic(deployment: Deployment, machine: Machine) -> Iterator[Finding]:
+    """An instance that takes the other role runs that role's engine where it runs now."""
+    if not deployment.elastic:
+        return
+    pair = {role.role: role for role in deployment.roles if role.role != "mixed"}
+    if len(pair) < 2:
+        mend = "give pools.prefill and pools.decode, or set it to false"
+        yield error("elastic_pair", "pools.elastic", (True, "mixed"), "is true, but there are no two roles", mend)
+        return
+    prefill, decode = pair["prefill"], pair["decode"]
+    if prefill.tp != decode.tp:
+        yield error(
+            "elastic_tp",
+            "pools.elastic",
+            (prefill.tp, decode.tp),
+            f"is true, but prefill has tp {prefill.tp} and decode tp {decode.tp}: an instance can't take the other "
+            "role on its own ranks",
+            "give both one tp, or set it to false",
+        )
+    if len(prefill.instances) + len(decode.instances) < 3:
+        yield warning(
+            "elastic_few",
+            "pools.elastic",
+            (len(prefill.instances), len(decode.instances)),
+            "is true, but each pool has one instance, and the last of a role never switches",
+            "give one pool more instances",
+        )
+    if ENGINES[deployment.engine].on_cpu:
+        yield from _elastic_room(deployment, machine, prefill, decode)
+
+
+def _elastic_room(
+    deployment: Deployment, machine: Machine, prefill: ResolvedRole, decode: ResolvedRole
+) -> Iterator[Finding]:
+    """The worst it can come to: all but one instance in the role that takes more."""
+    count = len(prefill.instances) + len(decode.instances)
+    mixed = [role for role in deployment.roles if role.role == "mixed"]
+    mend = "lower kv_tokens or the number of instances, or set pools.elastic to false"
+
+    def worst(bytes_of: Callable[[ResolvedRole], int]) -> int:
+        small, large = sorted((bytes_of(prefill), bytes_of(decode)))
+        return (count - 1) * large + small + sum(len(role.instances) * bytes_of(role) for role in mixed)
+
+    pools = worst(lambda role: role.pool_bytes)
+    weights = worst(lambda role: _weights_bytes(deployment, role))
+    shm, memory = (machine.shm_bytes, machine.shm_free_bytes), (machine.memory_bytes, machine.memory_free_bytes)
+    yield from _fits("elastic_shm_room", "the KV pools, most instances in one role,", "/dev/shm", pools, *shm, mend)
+    what = "weights and KV pools, most instances in one role,"
+    yield from _fits("elastic_memory_room", what, "memory", weights + pools, *memory, mend)
 
 
 def _fits(
@@ -352,4 +402,5 @@ _CHECKERS = (
     _sequence,
     _precisions,
     _room,
+    _elastic,
 )

@@ -22,6 +22,7 @@ from trtpd.build.manifest import (
     Manifest,
     RoleName,
     current_features,
+    is_elastic,
     load_faults,
     read_engine_config,
     read_manifest,
@@ -193,6 +194,7 @@ def _deployment(manifest: Manifest, configs: dict[RoleName, EngineConfig]) -> De
         max_seq_tokens=max(config.max_seq_tokens for config in configs.values()),
         roles=roles,
         accuracy=manifest.accuracy,
+        elastic=is_elastic(manifest),
         convert_dtype=_converts(manifest),
     )
 

@@ -275,6 +275,19 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     accuracy: dict[str, Accuracy] = {}
 
 
+class _Pools(msgspec.Struct, frozen=True):
+    elastic: bool = False
+
+
+class _PoolSettings(msgspec.Struct, frozen=True):
+    pools: _Pools = _Pools()
+
+
+def is_elastic(manifest: Manifest) -> bool:
+    """Whether instances may take the other role of the pair (`pools.elastic`)."""
+    return msgspec.convert(manifest.settings, type=_PoolSettings).pools.elastic
+
+
 def rebuild(build: Path | None) -> str:
     """The mend for a build at `build` (None: not known) that can't be used."""
     return REBUILD if build is None else REBUILD.replace("BUILD", shlex.quote(str(build)))

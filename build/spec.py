@@ -87,6 +87,11 @@ class PoolsSpec(_Section):
     prefill: PoolSpec | None = Field(default=None, description="reads prompts")
     decode: PoolSpec | None = Field(default=None, description="writes answers from KV that prefill made")
     mixed: PoolSpec | None = Field(default=None, description="does both; stands in when the others can't")
+    elastic: bool = Field(
+        default=False,
+        description="whether the router may have an instance load the other role's engine when the load turns: it "
+        "drains, and comes back in the other pool under its name",
+    )
 
     @model_validator(mode="after")
     def _complete(self) -> Self:

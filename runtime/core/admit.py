@@ -17,6 +17,10 @@ from trtpd.runtime.core.ranks import Table
 from trtpd.runtime.core.requests import Request
 from trtpd.runtime.core.score import too_late
 
+SURE = 0.8
+"""The part of a TTFT target that a forecast may use up: under overload every admitted request is near this bound, and
+a forecast is no better than the lengths it guesses."""
+
 RETRY_LEAST_S = 0.5
 RETRY_MOST_S = 30.0
 
@@ -154,14 +158,17 @@ def _decoders(books: Books, model: str) -> list[Table]:
 
 
 def _ends_per_s(table: Table) -> float:
-    """Sequences that end there a second: each writes a token a step and has so many left."""
+    """Sequences that end there a second, on the whole: each writes a token a step, and a usual answer takes as many
+    steps as it has tokens. Where those that run have more than that left, so many."""
     busy = (table.sequences > 0.0) & (table.capacity >= 0.0)
     if not busy.any():
         return 0.0
     sequences = table.sequences[busy]
-    step_s = table.one_s[busy] + table.each_s[busy] * (sequences - 1.0)
-    left = np.maximum(table.left[busy] / sequences, 1.0)
-    return float((sequences / (left * np.maximum(step_s, 1e-6))).sum())
+    batch = np.fromiter((instance.hello.max_batch for instance in table.instances), float, len(table))[busy]
+    inside = np.minimum(sequences, batch)
+    step_s = table.one_s[busy] + table.each_s[busy] * (inside - 1.0)
+    left = np.maximum(table.left[busy] / sequences, max(table.usual_tokens, 1.0))
+    return float((inside / (left * np.maximum(step_s, 1e-6))).sum())
 
 
 def _saturated(arrived: Arrived, model: str, books: Books) -> Refuse | None:
@@ -194,7 +201,8 @@ def _late(arrived: Arrived, seen: Forecast, books: Books) -> tuple[str, str] | N
     if not books.policy.refuse_late:
         return None
     if arrived.ttft_s is not None:
-        bound_s = arrived.ttft_s if seen.own_s <= arrived.ttft_s else seen.own_s * books.policy.late_factor
+        target_s = arrived.ttft_s * SURE
+        bound_s = target_s if seen.own_s <= target_s else max(arrived.ttft_s, seen.own_s * books.policy.late_factor)
         if ttft_s > bound_s:
             text = f"its first token is expected in {ttft_s:.2f} s, its target is {arrived.ttft_s:.2f} s"
             return "ttft", text

@@ -23,6 +23,10 @@ REPORTS_PER_REFRESH = 8
 
 COLUMNS = 17
 
+CAUTION = 1.1
+"""By so much joined_s is longer than predicted: a full instance works at this bound, and half of its tokens would
+come later than a bare prediction."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
@@ -36,6 +40,12 @@ class Limits:
     batch_s: float = 0.1
 
 
+def per_token_s(one_s: float, each_s: float, sequences: int, max_batch: int) -> float:
+    """What each of so many sequences waits for a token: a step, or more where they exceed the batch and take turns."""
+    inside = min(sequences, max_batch)
+    return (one_s + each_s * (inside - 1)) * sequences / inside
+
+
 class Table:
     """Instances of one role in one group. Columns, each as long as there are instances:
 
@@ -47,7 +57,7 @@ class Table:
     sequences     that decode there or will · left: tokens they will write yet, all together
     one_s         a step of one sequence · each_s: what each further one adds
     flows         transfers into or out of it
-    joined_s      a step once one more has joined; 0 while there is none, where no target forbids it
+    joined_s      the time of a token once one more has joined; 0 while there is none, where no target forbids it
 
     wait_s        seconds of prompts that wait there · token_s: seconds per prompt token
 
@@ -138,7 +148,7 @@ class Table:
             instance.left_tokens,
             one_s,
             each_s,
-            one_s + each_s * sequences if sequences else 0.0,
+            CAUTION * per_token_s(one_s, each_s, sequences + 1, hello.max_batch) if sequences else 0.0,
             limits.tpot_s * step_s * step_s,
             limits.kv_s * kv * kv + crowd + instance.jitter,
             limits.kv_s * 2.0 * kv * kv_token,

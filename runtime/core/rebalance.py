@@ -19,6 +19,9 @@ BUSY = 0.7
 ATTAINED = 0.98
 """The same for the part of arrivals that were expected to meet their targets."""
 
+NEXT = 0.25
+"""The part of the usual time that a further switch of the same kind has to have held."""
+
 SHORT = 0.95
 """Use of both pools, at the best split, from which on an instance is missing."""
 
@@ -70,8 +73,9 @@ class Offered:
 
 
 class Rebalancer:
-    """Remembers since when one role has been the shorter one; proposes only what has held for `after_s`, and
-    nothing again before as long has passed: a switch takes an instance out of service for a while."""
+    """Remembers since when one role has been the shorter one; proposes only what has held for `after_s`, since a
+    switch takes an instance out of service for a while. A role that stays the shorter one after a switch was made gets
+    its next instance sooner (NEXT): the load has turned, it does not swing."""
 
     def __init__(self, *, after_s: float, gain: float) -> None:
         self.offered = Offered()
@@ -80,7 +84,8 @@ class Rebalancer:
         self._gain = gain
         self._wanted: tuple[str, str] | None = None
         self._since_s = 0.0
-        self._quiet_until_s = 0.0
+        self._said: tuple[str, str] | None = None
+        self._said_of: Pools | None = None
 
     def propose(self, now_s: float, pools: Pools, *, backlog_tokens: int) -> Proposal | None:
         """What should change now. `backlog_tokens`: prompt tokens that wait in the router."""
@@ -90,9 +95,16 @@ class Rebalancer:
         wanted = None if found is None else (found.kind, found.role)
         if wanted != self._wanted:
             self._wanted, self._since_s = wanted, now_s
-        if found is None or now_s - self._since_s < self._after_s or now_s < self._quiet_until_s:
+            if found is not None and self._said is not None and found.role != self._said[1]:
+                self._said = None
+        heeded = self._said_of is not None and (pools.prefill, pools.decode) != (
+            self._said_of.prefill,
+            self._said_of.decode,
+        )
+        again = heeded and wanted is not None and wanted == self._said and wanted[0] == "switch"
+        if found is None or now_s - self._since_s < self._after_s * (NEXT if again else 1.0):
             return None
-        self._quiet_until_s = now_s + self._after_s
+        self._said, self._said_of, self._since_s = wanted, pools, now_s
         return found
 
     def _best(self, pools: Pools, backlog_tokens: int) -> Proposal | None:

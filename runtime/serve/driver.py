@@ -25,9 +25,10 @@ from trtpd.runtime.serve.answer import Answer, failure_of
 from trtpd.runtime.serve.emitter import Emitter, End, Failure, Piece, Sink
 from trtpd.runtime.serve.metrics import Metrics
 from trtpd.runtime.serve.status import status_of
+from trtpd.runtime.serve.switches import Switches
 from trtpd.runtime.serve.text import TextLayer
 from trtpd.runtime.worker.link import PeerStatus
-from trtpd.runtime.worker.messages import CancelWork, PullWork, SubmitWork, WireError, WithdrawWork, Work
+from trtpd.runtime.worker.messages import CancelWork, PullWork, SubmitWork, SwitchWork, WireError, WithdrawWork, Work
 
 log = logging.getLogger(__name__)
 
@@ -121,6 +122,7 @@ class Driver:
         self._began_s = clock()
         self._drain_until_s: float | None = None
         self._dead = False
+        self._switches = Switches()
         self._loop = asyncio.new_event_loop()
         self._emitter = Emitter(self.client_gone, interval_tokens=interval_tokens, clock=clock)
         self._link = make_link(self._wake)
@@ -284,11 +286,15 @@ class Driver:
             case core.Quarantine():
                 log.warning("%s gets no work for now: %s", command.instance, command.reason)
             case core.SwitchRole():
-                log.warning(
-                    "%s should become a %s instance; this deployment switches no roles: load one more and drain it",
-                    command.instance,
-                    command.role,
-                )
+                self._switch(command)
+
+    def _switch(self, command: core.SwitchRole) -> None:
+        """The instance drains from here on; its launcher starts it again in the new role (runtime/worker/roles.py)."""
+        if not self._switches.begin(command, self._clock()):
+            return
+        log.info("%s is to become a %s instance", command.instance, command.role)
+        self._link.send(command.instance, SwitchWork(role=command.role))
+        self._waiting.append(core.Drain(instance=command.instance, move=True))
 
     def _emit(self, command: core.Emit) -> None:
         live = self._live[command.request_id]
@@ -373,6 +379,7 @@ class Driver:
         """Keeps who is there, for `wait_for`."""
         if isinstance(event, core.Step):
             return
+        self._note_switch(event)
         with self._registered:
             if isinstance(event, core.Hello):
                 self._instances[event.instance] = event
@@ -381,9 +388,18 @@ class Driver:
                 log.warning("%s is lost: %s", event.instance, event.reason)
             self._registered.notify_all()
 
+    def _note_switch(self, event: core.Event) -> None:
+        ended = self._switches.note(event, self._clock())
+        if ended is not None:
+            instance, role, outcome = ended
+            self._metrics.count("trtpd_role_switches_total", role=role, outcome=outcome)
+            level = logging.INFO if outcome == "done" else logging.WARNING
+            log.log(level, "%s was to become a %s instance: %s", instance, role, outcome)
+
     def _housekeeping(self) -> None:
         self._link.check()
         self._metrics.gauges(self._core.snapshot(), up=self._instances)
+        self._metrics.roles(self._switches.roles_up(self._instances), switching=len(self._switches.under_way))
         if self._drain_until_s is not None and self._clock() >= self._drain_until_s:
             for request_id in list(self._live):
                 self._emitter.close(request_id, End(failure=_SHUTTING_DOWN))
@@ -400,7 +416,10 @@ class Driver:
             "draining": self._drain_until_s is not None,
         }
         busy_s = {peer.instance: round(peer.busy_s, 3) for peer in self._link.peers()}
-        return about | status_of(self._core.snapshot(), busy_s=busy_s)
+        switched = {f"switched_{role}_{outcome}": count for (role, outcome), count in self._switches.ended.items()}
+        found = status_of(self._core.snapshot(), busy_s=busy_s, becoming=self._switches.under_way)
+        found["counters"] |= switched
+        return about | found
 
     def _die(self, error: BaseException) -> None:
         self._dead = True

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import signal
 import threading
@@ -19,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 
 from trtpd.build.gpu_probe import find_gpus
-from trtpd.build.manifest import Manifest, read_manifest
+from trtpd.build.manifest import Manifest, RoleName, read_manifest
 from trtpd.errors import InputError, ServeError
 from trtpd.kv_transfer.pool import sweep
 from trtpd.runtime.serve import rundir
@@ -28,6 +29,8 @@ from trtpd.runtime.serve.preflight import Ports, check_ports, check_repository, 
 from trtpd.runtime.serve.server_package import ServerPackage, find_server
 from trtpd.runtime.serve.triton_http import TritonControl
 from trtpd.runtime.serve.triton_server import ServerPlan, TritonServer
+from trtpd.runtime.worker import roles
+from trtpd.runtime.worker.assembly import tagged
 from trtpd.runtime.worker.gpus import GpuBinding, write_bindings
 
 ROUTER_MODEL = "pd"
@@ -38,13 +41,16 @@ DEAD_UNLOAD_S = 3.0
 WATCH_S = 0.25
 RELOAD_BACKOFF_S = (0.0, 1.0, 2.0, 5.0, 10.0)
 
+TAG = re.compile(r"[A-Za-z0-9_-]{1,32}")
+
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
     """Port 0 takes any free one. `only`: these models of the build and no others. `router`: the address leaders dial
-    when it is not this launcher's own; with `pd` among the models, the one it binds. `keys`: CURVE keys for it.
+    when it is not this launcher's own; with `pd` among the models, the one it binds. `keys`: CURVE keys for it. `tag`:
+    tells the router its instances from those of another build that have the same names.
     """
 
     build: Path
@@ -55,6 +61,7 @@ class ServeOptions:
     only: tuple[str, ...] = ()
     router: str | None = None
     keys: Path | None = None
+    tag: str = ""
     drain_s: float = 30.0
     verbose: bool = False
 
@@ -95,6 +102,14 @@ def models_of(manifest: Manifest, only: Sequence[str]) -> list[str]:
     return [name for name in known if not only or name in only]
 
 
+def check_tag(options: ServeOptions, models: Sequence[str]) -> None:
+    """Raises InputError for a tag that can't be part of a name."""
+    if options.tag and not TAG.fullmatch(options.tag):
+        raise InputError(f"--tag {options.tag!r}: must be 1 to 32 letters, digits, - or _")
+    if options.tag and options.router is None and ROUTER_MODEL not in models:
+        raise InputError(f"--tag {options.tag} without a router: give the address of the one to join with --router")
+
+
 class Launcher:
     """One run. Threads: the caller's waits and watches, a small pool loads and unloads."""
 
@@ -114,6 +129,7 @@ class Launcher:
         self._reloads: dict[str, Future[bool]] = {}
         self._plan: ServerPlan | None = None
         self._gpus: Mapping[str, GpuBinding] = {}
+        self._home_roles: Mapping[str, RoleName] = {}
 
     def on_signal(self, signum: int, frame: FrameType | None) -> None:
         """The first asks for a drain, the second ends everything at once."""
@@ -128,6 +144,8 @@ class Launcher:
         build = self._options.build
         manifest = read_manifest(build)
         self._models = models_of(manifest, self._options.only)
+        check_tag(self._options, self._models)
+        self._home_roles = {name: roles.home_role(manifest, name) for name in self._models if name != ROUTER_MODEL}
         check_repository(build, self._models)
         package = find_server()
         if package.remark:
@@ -195,7 +213,8 @@ class Launcher:
         env = {
             "TRTPD_RUN_DIR": str(self._dir),
             "TRTPD_ROUTER": self._options.router or f"ipc://{self._dir / 'router.ipc'}",
-            "TRTPD_EXPECT": ",".join(stages),
+            "TRTPD_EXPECT": ",".join(tagged(name, self._options.tag) for name in stages),
+            "TRTPD_TAG": self._options.tag,
         }
         env |= write_bindings(self._gpus)
         if self._options.keys is not None:
@@ -230,6 +249,7 @@ class Launcher:
             self._running.check()
             for name in self._models:
                 self._look_after(name)
+                self._look_for_wish(name)
 
     def _look_after(self, name: str) -> None:
         """Triton neither notices a dead stub nor heals it by a load alone: unload, then load."""
@@ -260,6 +280,32 @@ class Launcher:
             else:
                 self._say(f"{name} serves again")
                 return True
+        return True
+
+    def _look_for_wish(self, name: str) -> None:
+        """An instance that has drained to take the other role is loaded again as one of that."""
+        if name in self._reloads or name == ROUTER_MODEL:
+            return
+        role = roles.take_wish(self._dir, name)
+        if role is not None:
+            rundir.forget_stub(self._dir, name)
+            self._reloads[name] = self._pool.submit(self._switch, name, role, self._running)
+
+    def _switch(self, name: str, role: RoleName, server: TritonServer) -> bool:
+        """Loads it in the new role; if that can't be, in the one it had."""
+        former = roles.ordered(self._dir, name)
+        roles.order(self._dir, name, None if role == self._home_roles[name] else role)
+        self._say(f"{name} takes the {role} role")
+        try:
+            self._control.unload(name, timeout_s=STAGE_UNLOAD_S)
+            self._control.load(name, timeout_s=LOAD_TIMEOUT_S)
+        except ServeError as error:
+            if self._stop.is_set():
+                return True
+            self._say(f"{name} can't take the {role} role and goes back to the one it had: {error}")
+            roles.order(self._dir, name, former)
+            return self._reload(name, server)
+        self._say(f"{name} serves in the {role} role")
         return True
 
     def _restart(self, name: str) -> None:

@@ -34,6 +34,7 @@ COUNTERS = {
     "trtpd_placements_total": "Requests placed, by why there: pair, mixed, local, or the reason of a fallback",
     "trtpd_shed_total": "Requests refused for lack of capacity, by reason",
     "trtpd_moves_total": "Sessions moved from one decode instance to another, by reason",
+    "trtpd_role_switches_total": "Instances that were to take the other role, by that role and outcome",
     "trtpd_ladder_changes_total": "Moves of the degradation ladder, by new rung and reason",
     "trtpd_data_plane_visits_total": "Connections to KV ports that were not served: strangers, stalled, refused",
 }
@@ -51,6 +52,8 @@ GAUGES = {
     "trtpd_instance_running": "Sequences in an instance's batch",
     "trtpd_instance_slowness": "Step times of an instance by what is predicted of them",
     "trtpd_instance_quarantined": "1 while the instance gets no work because it was lost again and again",
+    "trtpd_role_instances": "Registered instances by the role they have now",
+    "trtpd_role_switching": "Instances on their way into another role",
     "trtpd_ladder_rung": "Rung of the degradation ladder, 0 (normal) to 4 (refuse)",
     "trtpd_pressure": "How near the deployment is to missing its targets; 1 is the point at which it does",
     "trtpd_oldest_queued_seconds": "How long the longest waiting request has waited",
@@ -144,6 +147,12 @@ class Metrics:
         self._visits[instance, kind] = (generation, total)
         if total > counted:
             self.count("trtpd_data_plane_visits_total", total - counted, instance=instance, kind=kind)
+
+    def roles(self, up: Mapping[str, int], *, switching: int) -> None:
+        """How many registered instances have each role, and how many are on their way into another."""
+        for role in ("prefill", "decode", "mixed"):
+            self.gauge("trtpd_role_instances", up.get(role, 0), role=role)
+        self.gauge("trtpd_role_switching", switching)
 
     def _grown(self, name: str, label: str, reason: str, number: int) -> None:
         """Counts what a counter of the router has grown by since the last snapshot."""

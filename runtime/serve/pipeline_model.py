@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 from msgspec import structs
 
-from trtpd.build.manifest import Manifest, read_engine_config, read_manifest
+from trtpd.build.manifest import Manifest, is_elastic, read_engine_config, read_manifest
 from trtpd.errors import NoInstanceError, ServeError, TrtpdError
 from trtpd.runtime.core.policy import Policy
 from trtpd.runtime.core.router import RouterCore
@@ -230,6 +230,7 @@ def policy_of(manifest: Manifest) -> Policy:
         local_tokens=scheduler.local_prompt_tokens,
         held_watermark=scheduler.held_kv,
         tenant_weights=scheduler.tenants,
+        elastic=is_elastic(manifest),
         weights=Weights(**scheduler.weights),
     )
 

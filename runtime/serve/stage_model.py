@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from trtpd.build.manifest import EngineConfig, read_engine_config, read_manifest
-from trtpd.errors import EngineError, RequestError, SaturatedError, ServeError, TrtpdError
+from trtpd.build.manifest import EngineConfig, RoleName, read_engine_config, read_manifest
+from trtpd.errors import EngineError, InputError, RequestError, SaturatedError, ServeError, TrtpdError
 from trtpd.runtime.serve.answer import failure_of
 from trtpd.runtime.serve.emitter import Emitter, End, Piece
 from trtpd.runtime.serve.request import check_size
@@ -27,6 +27,7 @@ from trtpd.runtime.serve.rundir import note_stub
 from trtpd.runtime.serve.sinks import error_response
 from trtpd.runtime.serve.text import TextLayer
 from trtpd.runtime.serve.worker_process import LOAD_TIMEOUT_S, WorkerCommand, WorkerProcess, worker_environment
+from trtpd.runtime.worker import roles
 from trtpd.runtime.worker.gpus import binding_for
 from trtpd.runtime.worker.local_client import LocalClient
 from trtpd.runtime.worker.mpirun import hosts_of
@@ -49,7 +50,7 @@ class StageModel:
         build = build_of(args)
         self._run_dir = Path(os.environ["TRTPD_RUN_DIR"])
         note_stub(self._run_dir, self._name)
-        self._config = engine_config_of(build, self._name)
+        self._config = engine_config_of(build, self._name, roles.ordered(self._run_dir, self._name))
         self._text = TextLayer(build / "tokenizer")
         self._worker = WorkerProcess(worker_command(build, self._name), worker_environment(os.environ))
         self._ids = itertools.count(1)
@@ -190,27 +191,36 @@ def build_of(args: Mapping[str, str]) -> Path:
     return Path(args["model_repository"]).resolve().parents[1]
 
 
-def engine_config_of(build: Path, instance: str) -> EngineConfig:
-    """Raises ServeError if the build has no such instance."""
-    for role in read_manifest(build).roles.values():
-        if instance in role.instances:
-            return read_engine_config(build / role.directory)
-    raise ServeError(f"{build} has no instance {instance!r}; render its model repository with `trtpd build`")
+def engine_config_of(build: Path, instance: str, role: RoleName | None = None) -> EngineConfig:
+    """What an instance loads in its own role, or in `role`. Raises ServeError if the build has no such instance."""
+    try:
+        entry = roles.entry_of(read_manifest(build), instance, role)
+    except InputError as error:
+        raise ServeError(
+            f"{build} has no instance {instance!r} as asked for ({error}); render its model repository with "
+            "`trtpd build`"
+        ) from error
+    return read_engine_config(build / entry.directory)
 
 
 def worker_command(build: Path, instance: str) -> WorkerCommand:
-    """Router, run directory, keys and GPUs come from the launcher through the environment."""
+    """Router, run directory, keys, GPUs and tag come from the launcher through the environment, and the role, where it
+    isn't the instance's own, through the run directory. Its hosts stay the same in any role."""
     keys = os.environ.get("TRTPD_KEYS")
-    config = engine_config_of(build, instance)
+    run_dir, manifest = Path(os.environ["TRTPD_RUN_DIR"]), read_manifest(build)
+    role = roles.ordered(run_dir, instance)
+    config = engine_config_of(build, instance, role)
     return WorkerCommand(
         build=build,
         instance=instance,
         router=os.environ["TRTPD_ROUTER"],
-        run_dir=Path(os.environ["TRTPD_RUN_DIR"]),
+        run_dir=run_dir,
         keys=Path(keys) if keys else None,
         ranks=config.processes,
-        hosts=hosts_of(read_manifest(build).settings, config.role),
+        hosts=hosts_of(manifest.settings, roles.home_role(manifest, instance)),
         gpus=binding_for(instance),
+        role=role,
+        tag=os.environ.get("TRTPD_TAG", ""),
     )
 
 

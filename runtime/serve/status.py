@@ -33,8 +33,11 @@ INSTANCE_FIELDS = (
 )
 
 
-def status_of(router: Mapping[str, Any], *, busy_s: Mapping[str, float]) -> dict[str, Any]:
-    """`router` is RouterCore.snapshot(); `busy_s` says for each registered instance how long its step has run.
+def status_of(
+    router: Mapping[str, Any], *, busy_s: Mapping[str, float], becoming: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """`router` is RouterCore.snapshot(); `busy_s` says for each registered instance how long its step has run;
+    `becoming` the role of each that is on its way into another.
 
     `requests` of an instance are those it holds something of, ended ones that it has not let go of included.
     """
@@ -52,6 +55,7 @@ def status_of(router: Mapping[str, Any], *, busy_s: Mapping[str, float]) -> dict
         "instances": {
             view["name"]: {name: view[name] for name in INSTANCE_FIELDS}
             | {"requests": view["in_flight"] + view["closing"], "busy_s": busy_s.get(view["name"])}
+            | {"becoming": (becoming or {}).get(view["name"])}
             for view in router["instances"]
         },
         "links_down": list(router["links_down"]),

@@ -21,10 +21,12 @@ from pathlib import Path
 
 import msgspec
 
+from trtpd.build.manifest import RoleName
 from trtpd.errors import EngineError, ServeError, TrtpdError
 from trtpd.kv_transfer.hands import copying_environment
 from trtpd.kv_transfer.pool import sweep
 from trtpd.runtime.serve.rundir import tail
+from trtpd.runtime.worker.assembly import tagged
 from trtpd.runtime.worker.gpus import GpuBinding
 from trtpd.runtime.worker.group import GroupFolder
 from trtpd.runtime.worker.link import report_death
@@ -53,7 +55,8 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerCommand:
-    """How to start one instance's worker. `hosts` as in mpirun.py, for one of several ranks; `gpus` those it gets."""
+    """How to start one instance's worker. `hosts` as in mpirun.py, for one of several ranks; `gpus` those it gets;
+    `role` and `tag` as in assembly.py's Place."""
 
     build: Path
     instance: str
@@ -63,6 +66,8 @@ class WorkerCommand:
     ranks: int = 1
     hosts: Hosts = None
     gpus: GpuBinding | None = None
+    role: RoleName | None = None
+    tag: str = ""
 
     def argv(self) -> list[str]:
         return [sys.executable, *self._arguments()]
@@ -82,8 +87,12 @@ class WorkerCommand:
 
     def _arguments(self) -> list[str]:
         flags = {"--build": self.build, "--instance": self.instance, "--router": self.router}
-        flags |= {"--run-dir": self.run_dir} | ({"--keys": self.keys} if self.keys else {})
+        flags |= {"--run-dir": self.run_dir}
+        flags |= {name: value for name, value in self._optional().items() if value}
         return ["-m", "trtpd.runtime.worker", *(str(part) for flag in flags.items() for part in flag)]
+
+    def _optional(self) -> dict[str, Path | str | None]:
+        return {"--keys": self.keys, "--role": self.role, "--tag": self.tag}
 
     @property
     def log_path(self) -> Path:
@@ -253,7 +262,7 @@ class WorkerProcess:
         try:
             report_death(
                 command.router,
-                instance=command.instance,
+                instance=tagged(command.instance, command.tag),
                 generation=generation,
                 reason=reason,
                 keys=command.keys,

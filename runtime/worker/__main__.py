@@ -43,6 +43,8 @@ def main(argv: list[str] | None = None) -> int:
         router=arguments.router,
         run_dir=arguments.run_dir,
         keys=arguments.keys,
+        role=arguments.role,
+        tag=arguments.tag,
     )
     member: Member | None = None
     with reported() as outcome:
@@ -166,6 +168,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--build", type=Path, required=True, help="build directory")
     parser.add_argument("--instance", required=True, help="which instance of the build this is")
+    parser.add_argument("--role", choices=("prefill", "decode"), help="serve this role instead of the instance's own")
+    parser.add_argument("--tag", default="", help="ends the name it registers by, behind a dot")
     parser.add_argument("--router", required=True, help="the router's address (ipc:// or tcp://)")
     parser.add_argument("--run-dir", type=Path, required=True, help="where the local socket goes")
     parser.add_argument("--keys", type=Path, help="folder of CURVE keys; needed beyond loopback")

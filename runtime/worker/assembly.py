@@ -16,13 +16,14 @@ from trtpd.build.manifest import (
     EngineConfig,
     Manifest,
     RoleEntry,
+    RoleName,
     check_loadable,
     read_engine_config,
     read_manifest,
     rebuild,
 )
 from trtpd.build.roles import split_cores
-from trtpd.errors import EngineError, InputError, LeaseError, TransferError
+from trtpd.errors import EngineError, LeaseError, TransferError
 from trtpd.kv_transfer.base import KVSink, KVSource, TransferSettings
 from trtpd.kv_transfer.factory import make_sink, make_source, transports_of
 from trtpd.kv_transfer.opaque import TRANSPORT as OPAQUE
@@ -37,9 +38,15 @@ from trtpd.runtime.worker.gpus import own_binding
 from trtpd.runtime.worker.leader import Leader
 from trtpd.runtime.worker.leader_link import LeaderLink
 from trtpd.runtime.worker.local import LocalDesk
+from trtpd.runtime.worker.roles import RoleSwitch, entry_of
 from trtpd.runtime.worker.session import fresh_id
 from trtpd.runtime.worker.sockets import transfer_secret
 from trtpd.runtime.worker.warmup import warm_up
+
+
+def tagged(instance: str, tag: str) -> str:
+    """What an instance of a tagged launcher registers as."""
+    return f"{instance}.{tag}" if tag else instance
 
 
 class _TransferSection(msgspec.Struct, frozen=True):
@@ -60,13 +67,21 @@ class _Settings(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Which worker of which build this is, and where it finds the others. `keys` as in sockets.py."""
+    """Which worker of which build this is, and where it finds the others. `keys` as in sockets.py. `role`: the one it
+    serves (None: that which it is named after). `tag` tells it from an instance of another build by the same name."""
 
     build: Path
     instance: str
     router: str
     run_dir: Path
     keys: Path | None
+    role: RoleName | None = None
+    tag: str = ""
+
+    @property
+    def name(self) -> str:
+        """What the router knows it by."""
+        return tagged(self.instance, self.tag)
 
     @property
     def local_address(self) -> str:
@@ -120,14 +135,15 @@ def assemble(place: Place, ranks: Ranks | None = None) -> Worker:
         parts.callback(link.close)
         local = LocalDesk(
             place.local_address,
-            instance=place.instance,
+            instance=place.name,
             generation=generation,
             max_seq_tokens=engine.limits.max_seq_tokens,
             wake=engine.wake,
             busy_s=link.busy_s,
         )
         parts.callback(local.close)
-        leader = Leader(engine, source=source, sink=sink, link=link, local=local)
+        switch = RoleSwitch(place.run_dir, place.instance)
+        leader = Leader(engine, source=source, sink=sink, link=link, local=local, role_switch=switch)
         link.start()
         local.start()
         load_s = time.monotonic() - began_s
@@ -164,20 +180,21 @@ class Found:
 
 def ranks_of(place: Place) -> int:
     """How many ranks the instance is started as. Raises InputError, EngineError."""
-    entry = role_of(read_manifest(place.build), place.instance)
+    entry = entry_of(read_manifest(place.build), place.instance, place.role)
     return read_engine_config(place.build / entry.directory).processes
 
 
 def settle(place: Place, ranks: Ranks | None) -> Found:
     """Reads what the build says of this instance, and keeps this process to its cores. Raises TrtpdError."""
     manifest = read_manifest(place.build)
-    entry = role_of(manifest, place.instance)
+    entry = entry_of(manifest, place.instance, place.role)
+    home = entry_of(manifest, place.instance, None)
     directory = place.build / entry.directory
     config = read_engine_config(directory)
     check_same_build(directory, manifest, entry, config)
     check_loadable(config, place.build)
     check_group(config, ranks)
-    cores = tuple(entry.cores.get(place.instance) or config.profile.cores)
+    cores = tuple(home.cores.get(place.instance) or read_engine_config(place.build / home.directory).profile.cores)
     if cores and ranks is not None:
         cores = split_cores(cores, ranks.size)[ranks.rank]
     cores = cores or own_binding().cores_of(0 if ranks is None else ranks.rank)
@@ -208,15 +225,6 @@ def check_unchanged(found: Found) -> None:
             f"{found.directory}: was built again while it was being loaded (its fingerprint was "
             f"{found.config.fingerprint!r} and is {now!r}); start the worker again"
         )
-
-
-def role_of(manifest: Manifest, instance: str) -> RoleEntry:
-    """Raises InputError for a name that no role of the build has."""
-    for entry in manifest.roles.values():
-        if instance in entry.instances:
-            return entry
-    known = sorted(name for entry in manifest.roles.values() for name in entry.instances)
-    raise InputError(f"--instance {instance!r} is not in this build; it has {', '.join(known) or 'none'}")
 
 
 def settle_on_cores(cores: tuple[int, ...], instance: str) -> None:
@@ -267,7 +275,7 @@ def transfer_settings(place: Place, generation: str, manifest: Manifest) -> Tran
     """How this instance moves KV. Raises ServeError for unreadable keys."""
     section = msgspec.convert(manifest.settings, type=_Settings).transfer
     return TransferSettings(
-        instance=place.instance,
+        instance=place.name,
         generation=generation,
         lease_s=section.lease_s,
         digest_every=section.digest_every if section.digests else 0,

@@ -52,11 +52,14 @@ from trtpd.runtime.worker.messages import (
     PullWork,
     StepMessage,
     SubmitWork,
+    SwitchWork,
     WithdrawWork,
+    Work,
     step_message,
 )
 from trtpd.runtime.worker.offers import hand_out
 from trtpd.runtime.worker.pulls import Pulls
+from trtpd.runtime.worker.roles import RoleSwitch
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +97,7 @@ class Leader:
         sink: KVSink | None,
         link: Link,
         local: LocalDesk | None = None,
+        role_switch: RoleSwitch | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Raises EngineError for a sink with an engine that nothing can be pulled into."""
@@ -104,6 +108,7 @@ class Leader:
         self._intake = Intake(engine, source, self._pulls)
         self._link = link
         self._local = local
+        self._role_switch = role_switch
         self._clock = clock
         self._jobs: dict[Key, Job] = {}
         self._session: str | None = None
@@ -135,6 +140,8 @@ class Leader:
         self._take_pulls()
         self._end_overdue()
         self._report(load)
+        if self._role_switch is not None:
+            self._role_switch.look(self._clock(), idle=self.idle)
 
     def request_stop(self, grace_s: float) -> None:
         """Takes nothing new and ends `run` when idle, or after `grace_s`. May be called in a signal
@@ -223,16 +230,25 @@ class Leader:
         self._load, self._report_s = load, now_s + REPORT_EVERY_S
         self._link.send(step_message(events, load), self._session)
 
-    def apply(self, command: NewWork | WithdrawWork | CancelWork | DrainWork) -> None:
+    def apply(self, command: NewWork | WithdrawWork | CancelWork | DrainWork | SwitchWork) -> None:
         """Carries out one command. What it brings about goes out with the step's message."""
         if isinstance(command, DrainWork):
             self.draining = True
+        elif isinstance(command, SwitchWork):
+            self._switch(command)
         elif isinstance(command, WithdrawWork | CancelWork):
             self._end((command.request_id, command.attempt), withdrawn=isinstance(command, WithdrawWork))
         elif isinstance(command, PullWork) and command.offer is None:
             self._pull_more(command)
         else:
             self._start(command)
+
+    def _switch(self, command: SwitchWork) -> None:
+        if self._role_switch is None:
+            log.error("told to become a %s instance, which nobody can start here; ignored", command.role)
+            return
+        self.draining = True
+        self._role_switch.begin(command.role, self._clock())
 
     def _start(self, command: NewWork) -> None:
         key = key_of(command)
@@ -408,7 +424,7 @@ class Leader:
             self._outbox.append(event)
 
 
-def _request_id(command: SubmitWork | PullWork | WithdrawWork | CancelWork | DrainWork) -> int:
-    if isinstance(command, DrainWork):
+def _request_id(command: Work) -> int:
+    if isinstance(command, DrainWork | SwitchWork):
         return 0
     return command.request.request_id if isinstance(command, SubmitWork) else command.request_id

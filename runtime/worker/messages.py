@@ -125,7 +125,13 @@ class DrainWork(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Finish what runs, take nothing new."""
 
 
-Work = SubmitWork | PullWork | WithdrawWork | CancelWork | DrainWork
+class SwitchWork(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """As DrainWork, and then have this instance started again as one of the other role."""
+
+    role: core.Role
+
+
+Work = SubmitWork | PullWork | WithdrawWork | CancelWork | DrainWork | SwitchWork
 Message = Work | Heartbeat | Resend | StepMessage | Welcome | Reregister | Refused | core.Hello | core.Lost
 
 MESSAGE_TYPES: dict[str, Any] = {
@@ -142,6 +148,7 @@ MESSAGE_TYPES: dict[str, Any] = {
         WithdrawWork,
         CancelWork,
         DrainWork,
+        SwitchWork,
         core.Hello,
         core.Lost,
     )

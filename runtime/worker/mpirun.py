@@ -59,13 +59,22 @@ class _Pool(msgspec.Struct, frozen=True):
     hosts: str | list[str] | None = None
 
 
+class _Pools(msgspec.Struct, frozen=True):
+    prefill: _Pool = _Pool()
+    decode: _Pool = _Pool()
+    mixed: _Pool = _Pool()
+
+    def hosts_of(self, role: str) -> Hosts:
+        return {"prefill": self.prefill, "decode": self.decode, "mixed": self.mixed}[role].hosts
+
+
 class _Settings(msgspec.Struct, frozen=True):
-    pools: dict[str, _Pool] = {}
+    pools: _Pools = _Pools()
 
 
 def hosts_of(settings: Mapping[str, object], role: str) -> Hosts:
     """Where the ranks of a role's instances run, by a manifest's settings."""
-    return msgspec.convert(settings, type=_Settings).pools.get(role, _Pool()).hosts
+    return msgspec.convert(settings, type=_Settings).pools.hosts_of(role)
 
 
 def find_mpi(python: str, environment: Mapping[str, str]) -> Mpi:

@@ -212,6 +212,9 @@ def _serve(subs: Subparsers) -> None:
     sub.add_argument(
         "--keys", type=Path, metavar="DIR", help="made by `trtpd keys`; needed when --router is not loopback"
     )
+    sub.add_argument(
+        "--tag", default="", metavar="NAME", help="register instances as INSTANCE.NAME, beside another build's"
+    )
     sub.add_argument("--drain-s", type=_seconds, default=30.0, metavar="S", help="time for streams to end at a stop")
     sub.set_defaults(run=commands.serve)
 

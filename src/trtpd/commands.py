@@ -143,6 +143,7 @@ def serve(args: argparse.Namespace) -> int:
         only=tuple(name.strip() for name in args.only.split(",")) if args.only else (),
         router=args.router,
         keys=args.keys,
+        tag=args.tag,
         drain_s=args.drain_s,
         verbose=args.verbose,
     )
@@ -218,7 +219,7 @@ def _show_status(found: Mapping[str, Any]) -> None:
     rows = [
         [
             name,
-            str(i["role"]),
+            f"{i['role']}, to be {i['becoming']}" if i.get("becoming") else str(i["role"]),
             str(i["state"]),
             str(i["requests"]),
             f"{i['running']} + {i['waiting']}",

@@ -46,6 +46,15 @@ def findings(make_model: MakeModel, keys: dict[str, Any], machine: Machine) -> l
 
 ASKED = {"kv": {"max_seq_tokens": 64}}
 BIG_POOL = pools(kv_tokens=1 << 20)
+ELASTIC = {"pools": {"elastic": True, "prefill": {"instances": 2, "kv_tokens": 1 << 10}, "decode": {"instances": 2}}}
+LOPSIDED = {
+    "pools": {
+        "elastic": True,
+        "prefill": {"instances": 3, "kv_tokens": 1 << 8},
+        "decode": {"kv_tokens": 1 << 18},
+    }
+}
+"""Fits as it begins, and not with three decode instances."""
 
 PIPELINES: list[tuple[str, str, str, dict[str, Any], Machine]] = [
     ("precision_unsupported", "error", "pools.prefill.precision", {"precision": "fp8"}, make_machine()),
@@ -75,6 +84,12 @@ PIPELINES: list[tuple[str, str, str, dict[str, Any], Machine]] = [
     ("shm_room", "warning", "pools", BIG_POOL, make_machine(shm_free_bytes=1 << 26)),
     ("memory_room", "error", "pools", BIG_POOL, make_machine(memory_bytes=1 << 26, memory_free_bytes=1 << 26)),
     ("memory_room", "warning", "pools", BIG_POOL, make_machine(memory_free_bytes=1 << 26)),
+    ("elastic_pair", "error", "pools.elastic", {"pools": {"mixed": {}, "elastic": True}}, make_machine()),
+    ("elastic_tp", "error", "pools.elastic",
+     {"pools": {"prefill": {"instances": 2, "tp": 2}, "decode": {}, "elastic": True}}, make_machine()),
+    ("elastic_few", "warning", "pools.elastic", {"pools": BOTH | {"elastic": True}}, make_machine()),
+    ("elastic_shm_room", "error", "pools", LOPSIDED, make_machine(shm_bytes=1 << 26, shm_free_bytes=1 << 26)),
+    ("elastic_memory_room", "error", "pools", LOPSIDED, make_machine(memory_bytes=1 << 26, memory_free_bytes=1 << 26)),
 ]  # fmt: skip
 
 
@@ -112,6 +127,10 @@ def test_the_measured_error_is_told_where_roles_differ_and_where_it_is_large(
 def test_arguments_for_another_engine_are_an_error(make_model: MakeModel, machine: Machine) -> None:
     found = findings(make_model, pools(engine_args={"gemm_plugin": "auto"}), machine)
     assert [(one.code, one.where) for one in found] == [("engine_args_unused", "pools.decode.engine_args")]
+
+
+def test_elastic_pools_that_fit_have_no_findings_of_their_own(make_model: MakeModel, machine: Machine) -> None:
+    assert [one for one in findings(make_model, ELASTIC, machine) if one.code.startswith("elastic")] == []
 
 
 def test_a_plain_pipeline_has_no_findings(make_model: MakeModel, machine: Machine) -> None:

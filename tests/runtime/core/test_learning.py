@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,6 +13,7 @@ from trtpd.runtime.core.prefix import Prefixes
 from trtpd.runtime.core.rebalance import Pools, Rebalancer
 
 POOLS = Pools(prefill=3, decode=3, prefill_tokens_per_s=1000.0, decode_tokens_per_s=1000.0)
+FOUR = replace(POOLS, prefill=2, decode=4)
 
 
 @given(seen=st.lists(st.integers(1, 5000), max_size=50), done=st.integers(0, 3000), most=st.integers(1, 4000))
@@ -101,3 +104,19 @@ def test_a_load_that_swings_faster_than_a_switch_pays_proposes_nothing() -> None
             start_s=10.0 * turn,
         )
     assert found == []
+
+
+def test_a_switch_that_was_made_brings_the_next_one_sooner_and_one_that_was_not_does_not() -> None:
+    def second_after(then: Pools) -> float:
+        rebalancer, said_s, pools = Rebalancer(after_s=20.0, gain=1.15), [], FOUR
+        for tenth in range(1000):
+            rebalancer.offered.note(tenth / 10, 700, 10.0, in_time=True)
+            if rebalancer.propose(tenth / 10, pools, backlog_tokens=0) is not None:
+                said_s.append(tenth / 10)
+                pools = then
+            if len(said_s) == 2:
+                break
+        return said_s[1] - said_s[0]
+
+    assert second_after(FOUR) == pytest.approx(20.0)
+    assert second_after(replace(FOUR, prefill=3, decode=3)) == pytest.approx(5.0)

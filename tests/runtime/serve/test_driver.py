@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from trtpd.runtime.engine.base import Sampling
 from trtpd.runtime.serve.driver import Driver, Prepared
 from trtpd.runtime.serve.metrics import Metrics
 from trtpd.runtime.serve.sinks import CollectSink
-from trtpd.runtime.worker.messages import CancelWork, SubmitWork, WireError
+from trtpd.runtime.worker.messages import CancelWork, SubmitWork, SwitchWork, WireError
 
 WAIT_S = 20.0
 PROMPT = tuple(b"Say it: ")
@@ -340,3 +341,43 @@ def test_status_says_who_is_there_and_what_runs(bench):
     assert status["instances"]["a"]["state"] == "ready"
     assert status["instances"]["a"]["requests"] == 1
     assert status["epoch"] == "e1"
+
+
+class Proposing:
+    """The real core, and once a role switch that it did not think of."""
+
+    def __init__(self, router: RouterCore, switch: core.SwitchRole) -> None:
+        self._router = router
+        self._switch: core.SwitchRole | None = switch
+        self.events: list[core.Event] = []
+
+    def handle(self, now_s, event):
+        self.events.append(event)
+        commands = self._router.handle(now_s, event)
+        if isinstance(event, core.Hello) and event.instance == "b" and self._switch is not None:
+            commands, self._switch = [*commands, self._switch], None
+        return commands
+
+    def snapshot(self):
+        return self._router.snapshot()
+
+
+def test_a_role_switch_is_passed_on_and_shown_until_the_instance_is_back(bytewise):
+    made = Bench(bytewise)
+    proposing = Proposing(made.router, core.SwitchRole(instance="b", role="prefill"))
+    made.driver._core = proposing
+    made.driver.start()
+    try:
+        made.link.tell(replace(hello("a"), role="decode"))
+        made.link.tell(replace(hello("b"), role="decode"))
+        assert made.link.expect(SwitchWork) == ("b", SwitchWork(role="prefill"))
+        status = made.driver.status()
+        assert (status["instances"]["b"]["state"], status["instances"]["b"]["becoming"]) == ("draining", "prefill")
+        assert status["instances"]["a"]["becoming"] is None
+        made.link.tell(replace(hello("b"), role="prefill", generation="b-g2"))
+        status = made.driver.status()
+        back = status["instances"]["b"]
+        assert (back["role"], back["state"], back["becoming"]) == ("prefill", "ready", None)
+        assert status["counters"]["switched_prefill_done"] == 1
+    finally:
+        made.driver.stop()
