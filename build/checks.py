@@ -44,8 +44,8 @@ class Deployment:
     architecture: Architecture
     max_seq_tokens: int
     roles: tuple[ResolvedRole, ...]
-    elastic: bool = False
     accuracy: Mapping[str, Accuracy] = field(default_factory=dict)
+    elastic: bool = False
     convert_dtype: bool = False
 
     @classmethod

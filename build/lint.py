@@ -193,8 +193,8 @@ def _deployment(manifest: Manifest, configs: dict[RoleName, EngineConfig]) -> De
         architecture=first.architecture,
         max_seq_tokens=max(config.max_seq_tokens for config in configs.values()),
         roles=roles,
-        elastic=is_elastic(manifest),
         accuracy=manifest.accuracy,
+        elastic=is_elastic(manifest),
         convert_dtype=_converts(manifest),
     )
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -31,7 +32,7 @@ ROUTER_STOPPED_S = 1.0
 SLOW_S, SLOW_ON_S, SLOW_OFF_S = 5.0, 0.03, 0.07
 
 
-def inputs_of(number: int) -> dict[str, object]:
+def inputs_of(number: int) -> dict[str, Any]:
     """Half of them greedy, half sampled, of different lengths of prompt."""
     words = " ".join(["the ship and its captain"] * (1 + number % 5))
     sampled = {"temperature": 0.9, "top_p": 0.95, "seed": 100 + number} if number % 2 else {}

@@ -104,7 +104,7 @@ def read_back(tensors: dict[str, npt.NDArray[np.generic]]) -> dict[str, F32]:
         if tensor.dtype == np.uint16:
             out[name] = (tensor.astype(np.uint32) << 16).view(np.float32)
         elif tensor.dtype == np.uint8:
-            out[name] = widened_groups(tensor, tensors[f"{name}.scale"])
+            out[name] = widened_groups(tensor.view(np.uint8), tensors[f"{name}.scale"].view(np.float32))
         elif tensor.dtype == np.int8:
             out[name] = tensor.astype(np.float32) * tensors[f"{name}.scale"].astype(np.float32)
         elif tensor.dtype == np.float16 or (tensor.dtype == np.float32 and not name.endswith(".scale")):
