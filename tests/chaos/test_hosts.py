@@ -192,7 +192,8 @@ def test_three_hosts_give_the_reference_tokens_and_survive_a_cut_link(
         assert time.monotonic() - cut_s < 120
 
         network.link("prefill_0", "up")
-        client.until(idle, timeout_s=60)
+        # Under load short prompts may stay on decode; what was cut off is to be used again after that.
+        client.until(lambda status: idle(status) and status["ladder"]["rung"] == 0, timeout_s=90)
         answer = client.answer(client.generate(story, 8))
         assert answer["ids"] == story["output_ids"][:8]
         moved = answer["timeline"]["transfer"]
