@@ -39,7 +39,8 @@ POOLS = (
     "decode: {{tp: {tp}, instances: {decodes}, kv_tokens: 2048}}}}"
 )
 SETTINGS = (
-    "emulated: {{prefill_tokens_per_s: 1000, decode_step_ms: 20}}\nkv: {{max_seq_tokens: {longest}}}\n"
+    "emulated: {{prefill_tokens_per_s: 1000, decode_step_ms: 20}}\n"
+    "kv: {{max_seq_tokens: {longest}, prefix_cache: none}}\n"  # the same prompt again is computed and moved again
     "transfer: {{path: {path}, lease_s: 5}}\nscheduler: {{deadline_s: {deadline_s}}}\n"
 )
 
@@ -116,6 +117,8 @@ EVERY_RIG = rigs(set())
 def strike(rig: Rig, role: str, rank: int, moment: str, hit: Callable[[int], None]) -> Answer:
     """Hits a rank of the request's prefill or decode instance: while the prompt is computed, between its seal and the
     end of its transfer (for which decode stands still), or in mid-answer."""
+    # While the ladder stands on a rung short prompts may stay on decode, and there would be no pair to hit.
+    rig.server.until(lambda status: status["ladder"]["rung"] == 0)
     asking = rig.asking()
     names = dict(zip(("prefill", "decode"), asking.placed(), strict=True))
     victim = rank_pid(rig.server, names[role], rank)
