@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 from trtpd.errors import CheckpointError
@@ -13,13 +13,6 @@ MOST_LAYERS = 1_000
 MOST_TOKENS = 10_000_000
 MOST_WIDE = 1_000_000
 """Widths and numbers of heads. Far above any model: what is beyond is a slip, and would take for ever."""
-
-
-def checked_counts(where: Path, counts: Mapping[str, tuple[int, int]]) -> None:
-    """Raises CheckpointError for a value, given as (value, most), that is below 1 or above its most."""
-    for key, (value, most) in counts.items():
-        if not 1 <= value <= most:
-            raise CheckpointError(f"{where}: {key} is {value}; it must be at least 1 and at most {most:,}")
 
 
 def refuse_further_layers(where: Path, names: Iterable[str], prefix: str, layers: int) -> None:

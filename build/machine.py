@@ -49,10 +49,6 @@ class Machine:
     def bf16(self) -> bool:
         return "bf16" in self.cpu_features
 
-    @property
-    def fp16(self) -> bool:
-        return "fp16" in self.cpu_features
-
 
 def this_machine(*, openvino: bool) -> Machine:
     """Looks around. With `openvino` the features OpenVINO sees are asked for (which imports it, 0.3 s).

@@ -30,14 +30,15 @@ from trtpd.perf.bench import BenchOptions, Target, drive
 from trtpd.perf.client import Run
 from trtpd.perf.client_health import BottleneckError, ClientHealth, refuse_if_bottleneck
 from trtpd.perf.compare_arms import COLOCATED, Variant, build_variant, cores_of, variants
-from trtpd.perf.compare_server import outside, serving
 from trtpd.perf.environment import Environment, this_environment
 from trtpd.perf.goodput import Deployment, Figures, account
 from trtpd.perf.interference import interference_workload
 from trtpd.perf.lengths import LengthFit
 from trtpd.perf.make_workload import Wanted, make
+from trtpd.perf.outside_server import outside
 from trtpd.perf.prompt_text import Segment
 from trtpd.perf.records import Record, load_records, save_records
+from trtpd.perf.served import served
 from trtpd.perf.slo import LengthSlo
 from trtpd.perf.workload import Ask, Workload
 
@@ -342,8 +343,8 @@ class Comparer:
             with outside(variant.command, log) as target:
                 yield target
         else:
-            with serving(build_variant(variant, self._options.build, arms), log) as target:
-                yield target
+            with served(build_variant(variant, self._options.build, arms), log=log) as server:
+                yield Target(url=server.grpc)
 
     def _named(self, name: str) -> Progress:
         """Progress of one run's requests, under its own name."""

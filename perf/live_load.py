@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from trtpd.errors import TrtpdError
 from trtpd.perf.client import Client, ClientOptions, Run
 from trtpd.perf.goodput import DEFINITIONS
+from trtpd.perf.process_cpu import rss_bytes
 from trtpd.perf.prompt_text import Segment
 from trtpd.perf.records import Record
 from trtpd.perf.served import Served
@@ -91,7 +92,7 @@ class Watcher:
                     at_s=round(time.monotonic() - began_s, 1),
                     rung=found["ladder"]["rung"],
                     roles=dict(Counter(up)),
-                    rss_bytes=self.server.rss_bytes(),
+                    rss_bytes=rss_bytes(self.server.root),
                 )
             )
 

@@ -140,12 +140,18 @@ def _unpack_libraries(folder: Path, progress: Progress) -> None:
 
 
 def _mirror() -> str:
-    """The Debian archive this system uses, else the general one."""
+    """The Debian archive this system uses. Raises BuildError if it uses none."""
     found = subprocess.run(
         ["apt-get", "indextargets", "--format", "$(REPO_URI)"], capture_output=True, text=True, check=False
     )
     uris = [line.rstrip("/") for line in found.stdout.splitlines()]
-    return next((uri for uri in uris if uri.endswith("/debian")), "http://deb.debian.org/debian")
+    found_at = next((uri for uri in uris if uri.endswith("/debian")), None)
+    if found_at is None:
+        raise BuildError(
+            f"perf_analyzer needs glibc 2.38, this system's is older, and apt here knows no Debian archive to get "
+            f"{SUITE}'s from; run it elsewhere and name it with TRTPD_PERF_ANALYZER"
+        )
+    return found_at
 
 
 def _run(command: Sequence[str], mend: str, *, cwd: Path | None = None) -> None:

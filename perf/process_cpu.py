@@ -1,4 +1,4 @@
-"""CPU that the processes of a server used, by what they are. Only for servers on this host."""
+"""CPU and memory of the processes of a server, by what they are. Only for servers on this host."""
 
 from __future__ import annotations
 
@@ -58,15 +58,30 @@ def _root(process: psutil.Process) -> psutil.Process:
 def cpu_times(root: psutil.Process | None) -> CpuTimes:
     """Of `root` and all below it, as it is now; nothing for None or a process that is gone."""
     by_pid: dict[int, tuple[str, float]] = {}
-    processes: list[psutil.Process] = []
-    if root is not None:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            processes = [root, *root.children(recursive=True)]
-    for process in processes:
+    for process in _tree(root):
         with contextlib.suppress(psutil.Error):
             times = process.cpu_times()
             by_pid[process.pid] = (label_of(process.cmdline()), times.user + times.system)
     return CpuTimes(by_pid=by_pid)
+
+
+def rss_bytes(root: psutil.Process | None) -> dict[str, int]:
+    """Resident memory by label, of the same processes."""
+    held: dict[str, int] = {}
+    for process in _tree(root):
+        with contextlib.suppress(psutil.Error):
+            label = label_of(process.cmdline())
+            held[label] = held.get(label, 0) + process.memory_info().rss
+    return held
+
+
+def _tree(root: psutil.Process | None) -> list[psutil.Process]:
+    if root is None:
+        return []
+    try:
+        return [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
 
 
 def label_of(command: list[str]) -> str:

@@ -31,6 +31,7 @@ import tritonclient.grpc as triton
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from trtpd.errors import ServeError, TrtpdError
+from trtpd.perf.process_cpu import cpu_times
 from trtpd.perf.served import Served, build, served, tiny_model
 
 PROMPT = "hello there my friend"
@@ -168,12 +169,12 @@ def throughput(server: Served, streams: int, max_tokens: int) -> Throughput:
     load = Streams(server.grpc)
     try:
         load.run(min(streams, 32), "pd", asked(8))  # connections, pages and code are warm
-        before, own, began_s = server.cpu_s(), psutil.Process().cpu_times(), time.perf_counter()
+        before, own, began_s = cpu_times(server.root), psutil.Process().cpu_times(), time.perf_counter()
         load.run(streams, "pd", asked(max_tokens))
-        took_s, after, own_after = time.perf_counter() - began_s, server.cpu_s(), psutil.Process().cpu_times()
+        took_s, after, own_after = time.perf_counter() - began_s, cpu_times(server.root), psutil.Process().cpu_times()
     finally:
         load.close()
-    cpu = {kind: (after[kind] - before.get(kind, 0.0)) / took_s for kind in after}
+    cpu = {label: seconds / took_s for label, seconds in after.since(before).items()}
     cpu["client"] = (own_after.user + own_after.system - own.user - own.system) / took_s
     if not load.token_s:
         raise ServeError(f"no answer had a token; the first error: {load.errors[0] if load.errors else 'none'}")
@@ -186,7 +187,7 @@ def throughput(server: Served, streams: int, max_tokens: int) -> Throughput:
         tokens_per_s=counted / (to_s - from_s) if to_s > from_s else 0.0,
         tokens_per_response=everything / load.responses,
         errors=len(load.errors),
-        cpu_cores={kind: round(cores, 2) for kind, cores in sorted(cpu.items()) if cores >= 0.005},
+        cpu_cores={label: round(cores, 2) for label, cores in sorted(cpu.items()) if cores >= 0.005},
     )
 
 

@@ -1,4 +1,4 @@
-"""A `trtpd serve` of its own for a measurement: built of emulated engines, started, and stopped whatever happens."""
+"""A `trtpd serve` of its own for a measurement: started, and stopped whatever happens; and small builds for it."""
 
 from __future__ import annotations
 
@@ -41,39 +41,10 @@ class Served:
     http: str
     metrics: str
 
-    def cpu_s(self) -> dict[str, float]:
-        """CPU seconds so far of each kind of process: tritonserver, router (the stub of `pd`), stubs, workers by
-        instance, launcher."""
-        spent: dict[str, float] = {}
-        launcher = psutil.Process(self.pid)
-        for process in [launcher, *launcher.children(recursive=True)]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                times = process.cpu_times()
-                kind = kind_of(process.cmdline())
-                spent[kind] = spent.get(kind, 0.0) + times.user + times.system
-        return spent
-
-    def rss_bytes(self) -> dict[str, int]:
-        """Resident memory now, by the same kinds."""
-        held: dict[str, int] = {}
-        launcher = psutil.Process(self.pid)
-        for process in [launcher, *launcher.children(recursive=True)]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                kind = kind_of(process.cmdline())
-                held[kind] = held.get(kind, 0) + process.memory_info().rss
-        return held
-
-
-def kind_of(command: list[str]) -> str:
-    """Which of a server's processes a command line belongs to."""
-    name = Path(command[0]).name if command else ""
-    if name == "tritonserver":
-        return "tritonserver"
-    if name == "triton_python_backend_stub":
-        return "router" if any("/pd/" in argument for argument in command) else "stubs"
-    if "trtpd.runtime.worker" in command:
-        return command[command.index("--instance") + 1] if "--instance" in command else "workers"
-    return "launcher" if "serve" in command else "others"
+    @property
+    def root(self) -> psutil.Process:
+        """The launcher, for process_cpu.py."""
+        return psutil.Process(self.pid)
 
 
 def tiny_model(folder: Path, *, model: Path | None = None) -> Path:
@@ -109,17 +80,23 @@ def served(build: Path, *, log: Path, arguments: tuple[str, ...] = ()) -> Iterat
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True, start_new_session=True)
     try:
         assert process.stdout is not None
-        line = process.stdout.readline()
-        ready = json.loads(line) if line else {}
+        line = process.stdout.readline()  # empty once it has ended
+        ready = json.loads(line) if line.startswith("{") else {}
         if "grpc" not in ready:
-            raise ServeError(f"the server for this measurement did not start: {line}{log.read_text().strip()[-500:]}")
+            raise ServeError(f"{build} was not served: {ready.get('error') or log.read_text().strip()[-500:]}")
         yield Served(pid=process.pid, grpc=ready["grpc"], http=ready["http"], metrics=ready["metrics"])
     finally:
+        stop(process)
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def stop(process: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:
+    """Ends a server: it may drain for a while."""
+    if process.poll() is None:
         process.send_signal(signal.SIGTERM)
         try:
             process.wait(STOP_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        if process.stdout is not None:
-            process.stdout.close()

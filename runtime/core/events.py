@@ -25,7 +25,7 @@ class Capabilities:
 
     chunk_events: reports chunks before the seal · release: held KV can be freed on request · repull: an offer
     can be pulled twice · digests: blocks can be verified · seeded_resume: sampling is a function of (seed,
-    position) · unsupported: settings of a request's sampling that it can't honour, by their names.
+    position).
     """
 
     chunk_events: bool = True
@@ -33,7 +33,6 @@ class Capabilities:
     repull: bool = True
     digests: bool = True
     seeded_resume: bool = True
-    unsupported: tuple[str, ...] = ()
 
 
 @message

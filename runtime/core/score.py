@@ -8,7 +8,6 @@ import numpy as np
 
 from trtpd.errors import InputError
 from trtpd.runtime.core.cost import Costs
-from trtpd.runtime.core.instance import Instance
 from trtpd.runtime.core.message import message
 from trtpd.runtime.core.ranks import Floats, Mask, Table
 
@@ -111,8 +110,3 @@ def too_late(table: Table, tpot_s: float | None, costs: Costs) -> Mask | None:
         return None
     late: Mask = table.joined_s > tpot_s
     return late
-
-
-def kv_use(instance: Instance, blocks: int) -> float:
-    """The part of the pool that is promised once `blocks` more are."""
-    return (instance.committed_blocks + blocks) / instance.hello.kv_blocks

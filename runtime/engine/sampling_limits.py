@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from trtpd.runtime.engine.base import Sampling
 
@@ -46,16 +46,6 @@ def validate_sampling(sampling: Sampling, *, vocab_size: int | None = None) -> l
     if vocab_size is not None and not faults:
         faults += _token_faults(sampling, vocab_size)
     return faults
-
-
-def unsupported_faults(sampling: Sampling, unsupported: Sequence[str]) -> list[str]:
-    """What it asks for that an engine with these `Capabilities.unsupported` can't do, one phrase each."""
-    nothing = Sampling()
-    return [
-        f"{name} is {getattr(sampling, name)}, which this engine can't do; leave it out"
-        for name in unsupported
-        if getattr(sampling, name) != getattr(nothing, name)
-    ]
 
 
 def _size_faults(sampling: Sampling) -> Iterator[str]:

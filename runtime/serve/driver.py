@@ -20,15 +20,15 @@ from typing import Any, Protocol
 
 from trtpd.errors import NoInstanceError, ServeError, TrtpdError
 from trtpd.runtime.core import events as core
-from trtpd.runtime.engine.base import EngineRequest, RequestKind, Sampling
 from trtpd.runtime.serve.answer import Answer, failure_of
 from trtpd.runtime.serve.emitter import Emitter, End, Failure, Piece, Sink
 from trtpd.runtime.serve.metrics import Metrics
+from trtpd.runtime.serve.orders import Order, Prepared, beginning_of, ending_of
 from trtpd.runtime.serve.status import status_of
 from trtpd.runtime.serve.switches import Switches
 from trtpd.runtime.serve.text import TextLayer
 from trtpd.runtime.worker.link import PeerStatus
-from trtpd.runtime.worker.messages import CancelWork, PullWork, SubmitWork, SwitchWork, WireError, WithdrawWork, Work
+from trtpd.runtime.worker.messages import SwitchWork, WireError, Work
 
 log = logging.getLogger(__name__)
 
@@ -59,25 +59,6 @@ class Link(Protocol):
     def check(self) -> None: ...
 
     def close(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
-    """A checked and tokenised request. `deadline_s`, `ttft_s` and `tpot_s` are durations. `block_hashes` as in Arrived;
-    `reuse` as in EngineRequest."""
-
-    prompt_ids: tuple[int, ...]
-    max_tokens: int
-    sampling: Sampling
-    deadline_s: float
-    stops: tuple[str, ...] = ()
-    echo: bool = False
-    ttft_s: float | None = None
-    tpot_s: float | None = None
-    block_hashes: tuple[int, ...] = ()
-    reuse: bool = False
-    priority: int = 0
-    tenant: str = ""
 
 
 @dataclass(slots=True)
@@ -306,7 +287,7 @@ class Driver:
         if stopped_at is not None:
             self._waiting.append(core.TextStopped(request_id=command.request_id, index=stopped_at))
 
-    def _send(self, command: core.Submit | core.Pull | core.Withdraw | core.Cancel) -> None:
+    def _send(self, command: Order) -> None:
         try:
             # False: the instance is gone, and the core learns of it from the Lost that is on its way.
             self._link.send(command.instance, self._work(command))
@@ -315,40 +296,11 @@ class Driver:
             self._emitter.close(command.request_id, End(failure=failure_of("invalid_argument", str(error))))
             self._waiting.append(core.ClientGone(request_id=command.request_id))
 
-    def _work(self, command: core.Submit | core.Pull | core.Withdraw | core.Cancel) -> Work:
-        key = {"request_id": command.request_id, "attempt": command.attempt}
-        match command:
-            case core.Withdraw():
-                return WithdrawWork(**key)
-            case core.Cancel():
-                return CancelWork(**key)
+    def _work(self, command: Order) -> Work:
+        if isinstance(command, core.Withdraw | core.Cancel):
+            return ending_of(command)
         live = self._live[command.request_id]
-        deadline_in_s = max(0.0, live.deadline_s - self._clock())
-        if isinstance(command, core.Submit):
-            request = self._request(command, live.prepared, RequestKind(command.kind))
-            return SubmitWork(request=request, deadline_in_s=deadline_in_s)
-        fresh = command.offer is not None
-        return PullWork(
-            **key,
-            request=self._request(command, live.prepared, RequestKind.GENERATION_ONLY) if fresh else None,
-            offer=command.offer,
-            chunks=command.chunks,
-            seal=command.seal,
-            deadline_in_s=deadline_in_s,
-        )
-
-    def _request(self, command: core.Submit | core.Pull, prepared: Prepared, kind: RequestKind) -> EngineRequest:
-        return EngineRequest(
-            request_id=command.request_id,
-            attempt=command.attempt,
-            kind=kind,
-            prompt_ids=prepared.prompt_ids + command.journal,
-            max_tokens=prepared.max_tokens,
-            sampling=prepared.sampling,
-            first_index=len(command.journal),
-            priority=prepared.priority,
-            reuse=prepared.reuse,
-        )
+        return beginning_of(command, live.prepared, deadline_in_s=max(0.0, live.deadline_s - self._clock()))
 
     def _finish(self, command: core.Finish) -> None:
         live = self._live.pop(command.request_id)

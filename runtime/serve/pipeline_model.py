@@ -29,9 +29,10 @@ from trtpd.runtime.engine.prefix import BlockHasher
 from trtpd.runtime.engine.sampling import mix
 from trtpd.runtime.serve import rundir
 from trtpd.runtime.serve.answer import failure_of
-from trtpd.runtime.serve.driver import Driver, Prepared
+from trtpd.runtime.serve.driver import Driver
 from trtpd.runtime.serve.emitter import End
 from trtpd.runtime.serve.metrics import Metrics, TritonMetrics
+from trtpd.runtime.serve.orders import Prepared
 from trtpd.runtime.serve.request import Asked, ModelLimits, parse, query_of, tokenise
 from trtpd.runtime.serve.sampling_inputs import with_words
 from trtpd.runtime.serve.sinks import Answers, CollectSink, Responder, TritonSink, Wanted

@@ -106,4 +106,4 @@ def test_the_live_overload_is_measured(capsys: pytest.CaptureFixture[str], smoll
     found = json.loads(capsys.readouterr().out)
     assert found["lost"] == {}
     assert found["refusals"]["count"] > 0
-    assert {"router", "tritonserver", "decode_0"} <= found["memory_mib"].keys()
+    assert {"router", "Triton", "decode_0"} <= found["memory_mib"].keys()

@@ -7,7 +7,6 @@ import numpy.typing as npt
 
 from trtpd.build.tensors import F32Array
 
-E4M3_MAX = 448.0
 _NAN_BITS = 0x7F
 
 

@@ -10,13 +10,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from trtpd_testing import roles
 
 from trtpd.runtime.core import events as core
 from trtpd.runtime.core.policy import Policy
 from trtpd.runtime.core.router import RouterCore
 from trtpd.runtime.engine.base import Sampling
-from trtpd.runtime.serve.driver import Driver, Prepared
+from trtpd.runtime.serve.driver import Driver
 from trtpd.runtime.serve.metrics import Metrics
+from trtpd.runtime.serve.orders import Prepared
 from trtpd.runtime.serve.sinks import CollectSink
 from trtpd.runtime.worker.messages import CancelWork, SubmitWork, SwitchWork, WireError
 
@@ -80,21 +82,7 @@ class LeavingSink(CollectSink):
 
 
 def hello(name: str) -> core.Hello:
-    return core.Hello(
-        instance=name,
-        generation=f"{name}-g1",
-        role="mixed",
-        model="m",
-        fingerprint="f",
-        pairing_key="k",
-        host="h",
-        kv_blocks=64,
-        tokens_per_block=16,
-        max_seq_tokens=512,
-        max_batch=8,
-        bytes_per_token=8,
-        prefill_tokens_per_s=1e6,
-    )
+    return roles.hello(name, "mixed", f"{name}-g1")
 
 
 class Bench:

@@ -1,13 +1,10 @@
-"""Starts an arm's server and takes it down again."""
+"""Starts a server that is not ours, for an arm, and takes it down again."""
 
 from __future__ import annotations
 
-import json
 import shlex
-import signal
 import socket
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -17,29 +14,9 @@ from pathlib import Path
 
 from trtpd.errors import ServeError
 from trtpd.perf.bench import Target
+from trtpd.perf.served import stop
 
 READY_S = 180.0
-STOP_S = 60.0
-
-
-@contextmanager
-def serving(build: Path, log: Path) -> Iterator[Target]:
-    """`trtpd serve BUILD` on free ports. Raises ServeError, with the end of its log, if it does not come up."""
-    command = [sys.executable, "-P", "-m", "trtpd.cli", "serve", str(build)]
-    command += ["--http", "0", "--grpc", "0", "--metrics", "0", "--json"]
-    with log.open("w") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True)
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()  # empty once it has ended
-        ready = json.loads(line) if line.startswith("{") else {}
-        if "grpc" not in ready:
-            raise ServeError(f"{build} was not served: {ready.get('error') or log.read_text()[-500:]}")
-        yield Target(url=ready["grpc"])
-    finally:
-        _stop(process)
-        if process.stdout is not None:
-            process.stdout.close()
 
 
 @contextmanager
@@ -57,7 +34,7 @@ def outside(command: str, log: Path) -> Iterator[Target]:
         _await_models(process, root, log)
         yield Target(url=root, openai=True, model="")
     finally:
-        _stop(process)
+        stop(process)
 
 
 def _await_models(process: subprocess.Popen[bytes], root: str, log: Path) -> None:
@@ -78,13 +55,3 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _stop(process: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
