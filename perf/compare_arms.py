@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,22 +18,24 @@ from trtpd.build.files import link_tree
 from trtpd.build.manifest import MANIFEST, Manifest, read_manifest
 from trtpd.build.spec import parse_spec
 from trtpd.errors import InputError
+from trtpd.perf.climb import next_to_try
 
 COLOCATED = "colocated"
 CHUNKED = "colocated, chunked"
 SPLIT = "disaggregated"
 OUTSIDE = "outside"
-CHUNKS = (64, 128, 256, 512)
+CHUNKS = (32, 64, 128, 256, 512)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
     """One way to run an arm: its pools as a pipeline file would have them, or an outside server's command (with
-    {port} in it)."""
+    {port} in it). Variants of a `group` differ in their chunk only and are in its order."""
 
     arm: str
     label: str
     pools: dict[str, dict[str, Any]]
+    group: str = ""
     command: str = ""
 
     @property
@@ -58,15 +60,11 @@ def variants(manifest: Manifest, *, chunks: Sequence[int] = CHUNKS, outside: str
     if len(cores) < 2:
         raise InputError(f"the build uses {len(cores)} core; a comparison needs at least two to share out")
     longest = int(_settings(manifest)["kv"]["max_seq_tokens"])
+    sizes = [chunk for chunk in sorted(set(chunks)) if chunk < longest]
     found = {
         COLOCATED: [_mixed(COLOCATED, pools, cores, count, longest, None) for count in (1, len(cores))],
-        CHUNKED: [
-            _mixed(CHUNKED, pools, cores, count, longest, chunk)
-            for chunk in chunks
-            if chunk < longest
-            for count in (1, len(cores))
-        ],
-        SPLIT: [_split(pools, cores, prefill) for prefill in range(1, len(cores))],
+        CHUNKED: [_mixed(CHUNKED, pools, cores, count, longest, chunk) for count in (1, len(cores)) for chunk in sizes],
+        SPLIT: [_split(pools, cores, prefill, chunk) for prefill in range(1, len(cores)) for chunk in sizes],
     }
     if outside:
         if "{port}" not in outside:
@@ -91,12 +89,14 @@ def _mixed(
         "max_step_tokens": batch + (chunk or longest),
         "kv_tokens": max(longest, memory // instances),
     }
-    label = f"{instances} x {len(cores) // instances} threads" + (f", chunks of {chunk}" if chunk else "")
-    return Variant(arm=arm, label=label, pools={"mixed": pool})
+    group = f"{instances} x {len(cores) // instances} threads"
+    label = group + (f", chunks of {chunk}" if chunk else "")
+    return Variant(arm=arm, label=label, pools={"mixed": pool}, group=group)
 
 
-def _split(pools: dict[str, Any], cores: tuple[int, ...], prefill: int) -> Variant:
-    """The first cores prefill, the others decode; one instance each, all else as the build has it."""
+def _split(pools: dict[str, Any], cores: tuple[int, ...], prefill: int, chunk: int) -> Variant:
+    """The first cores prefill in chunks, one step for each chunk, the others decode; one instance each, all else as the
+    build has it."""
     shares = {"prefill": cores[:prefill], "decode": cores[prefill:]}
     made = {}
     for role, share in shares.items():
@@ -106,8 +106,26 @@ def _split(pools: dict[str, Any], cores: tuple[int, ...], prefill: int) -> Varia
             "threads": len(share),
             "kv_tokens": pools[role]["kv_tokens"] * pools[role]["instances"],
         }
-    label = f"{prefill} prefill : {len(cores) - prefill} decode"
-    return Variant(arm=SPLIT, label=label, pools=made)
+    made["prefill"] |= {"chunk_tokens": chunk, "max_step_tokens": max(chunk, made["prefill"]["max_batch"])}
+    group = f"{prefill} prefill : {len(cores) - prefill} decode"
+    return Variant(arm=SPLIT, label=f"{group}, chunks of {chunk}", pools=made, group=group)
+
+
+def next_variant(candidates: Sequence[Variant], scores: Mapping[str, float]) -> Variant | None:
+    """What a tuning tries next, by the scores of the labels tried so far: each group at its middle chunk, then the best
+    group's other chunks for as long as they get better. None: done, the best of `scores` is taken."""
+    groups: dict[str, list[Variant]] = {}
+    for candidate in candidates:
+        groups.setdefault(candidate.group, []).append(candidate)
+    for row in groups.values():
+        middle = row[(len(row) - 1) // 2]
+        if middle.label not in scores:
+            return middle
+    best = max(scores, key=lambda label: scores[label])
+    row = next(row for row in groups.values() if any(one.label == best for one in row))
+    found = {index: scores[one.label] for index, one in enumerate(row) if one.label in scores}
+    index = next_to_try(len(row), found, first=(len(row) - 1) // 2)
+    return None if index is None else row[index]
 
 
 def build_variant(variant: Variant, build: Path, folder: Path) -> Path:
@@ -136,5 +154,5 @@ def _settings(manifest: Manifest) -> dict[str, Any]:
 
 
 def _pools(manifest: Manifest) -> dict[str, Any]:
-    found: dict[str, Any] = _settings(manifest)["pools"]
-    return found
+    """The pools by role, without what is said of all of them."""
+    return {role: pool for role, pool in _settings(manifest)["pools"].items() if isinstance(pool, dict)}
