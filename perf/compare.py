@@ -8,7 +8,7 @@ run leaves a file (compare_folder.py): a command that was cut short, by Ctrl-C o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -339,7 +339,7 @@ class Comparer:
 
     def _drive(
         self, target: Target, workload: Workload, name: str, *, timeout_s: float = 120.0
-    ) -> tuple[Run, Mapping[str, float], int]:
+    ) -> tuple[Run, dict[str, float], int]:
         """One run, the CPU it took, and the client's priority. Targets are not sent: no arm gets to choose its requests
         by them. Raises KeyboardInterrupt if the run was: it is no point then."""
         options = BenchOptions(target=target, wanted=self._options.wanted, send_targets=False, timeout_s=timeout_s)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +25,20 @@ CHUNKED = "colocated, chunked"
 SPLIT = "disaggregated"
 OUTSIDE = "outside"
 CHUNKS = (32, 64, 128, 256, 512)
+LOCAL_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """One way to run an arm: its pools as a pipeline file would have them, or an outside server's command (with
-    {port} in it). Variants of a `group` differ in their chunk only and are in its order."""
+    """One way to run an arm: its pools, and what is special in its scheduler, as a pipeline file would have them; or
+    an outside server's command (with {port} in it). Variants of a `group` differ in their chunk, and are in its order.
+    """
 
     arm: str
     label: str
     pools: dict[str, dict[str, Any]]
     group: str = ""
+    scheduler: Mapping[str, Any] = field(default_factory=dict)
     command: str = ""
 
     @property
@@ -64,7 +67,12 @@ def variants(manifest: Manifest, *, chunks: Sequence[int] = CHUNKS, outside: str
     found = {
         COLOCATED: [_mixed(COLOCATED, pools, cores, count, longest, None) for count in (1, len(cores))],
         CHUNKED: [_mixed(CHUNKED, pools, cores, count, longest, chunk) for count in (1, len(cores)) for chunk in sizes],
-        SPLIT: [_split(pools, cores, prefill, chunk) for prefill in range(1, len(cores)) for chunk in sizes],
+        SPLIT: [
+            _split(pools, cores, prefill, chunk, local)
+            for prefill in range(1, len(cores))
+            for local in (0, LOCAL_TOKENS)
+            for chunk in sizes
+        ],
     }
     if outside:
         if "{port}" not in outside:
@@ -94,9 +102,9 @@ def _mixed(
     return Variant(arm=arm, label=label, pools={"mixed": pool}, group=group)
 
 
-def _split(pools: dict[str, Any], cores: tuple[int, ...], prefill: int, chunk: int) -> Variant:
+def _split(pools: dict[str, Any], cores: tuple[int, ...], prefill: int, chunk: int, local: int) -> Variant:
     """The first cores prefill in chunks, one step for each chunk, the others decode; one instance each, all else as the
-    build has it."""
+    build has it. Prompts of up to `local` tokens may stay on decode where the router finds that cheaper."""
     shares = {"prefill": cores[:prefill], "decode": cores[prefill:]}
     made = {}
     for role, share in shares.items():
@@ -107,8 +115,10 @@ def _split(pools: dict[str, Any], cores: tuple[int, ...], prefill: int, chunk: i
             "kv_tokens": pools[role]["kv_tokens"] * pools[role]["instances"],
         }
     made["prefill"] |= {"chunk_tokens": chunk, "max_step_tokens": max(chunk, made["prefill"]["max_batch"])}
-    group = f"{prefill} prefill : {len(cores) - prefill} decode"
-    return Variant(arm=SPLIT, label=f"{group}, chunks of {chunk}", pools=made, group=group)
+    made["decode"] |= {"chunk_tokens": min(chunk, made["decode"]["chunk_tokens"])}
+    group = f"{prefill} prefill : {len(cores) - prefill} decode" + (f", up to {local} local" if local else "")
+    scheduler = {"local_prompt_tokens": local}
+    return Variant(arm=SPLIT, label=f"{group}, chunks of {chunk}", pools=made, group=group, scheduler=scheduler)
 
 
 def next_variant(candidates: Sequence[Variant], scores: Mapping[str, float]) -> Variant | None:
@@ -138,6 +148,7 @@ def build_variant(variant: Variant, build: Path, folder: Path) -> Path:
         return place
     manifest = read_manifest(build)
     settings = _settings(manifest) | {"pools": variant.pools}
+    settings["scheduler"] = settings.get("scheduler", {}) | variant.scheduler
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
     for path in build.iterdir():  # its weights, for the new roles to be linked to

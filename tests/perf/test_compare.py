@@ -23,7 +23,7 @@ from trtpd.perf.priority import before_others
 from trtpd.perf.slo import FixedSlo
 from trtpd.perf.verdict import best, verdict
 
-POOL = {"instances": 1, "tp": 1, "threads": 1, "max_batch": 8, "kv_tokens": 2048}
+POOL = {"instances": 1, "tp": 1, "threads": 1, "max_batch": 8, "kv_tokens": 2048, "chunk_tokens": 256}
 POOLS = {"prefill": POOL | {"cores": [0]}, "decode": POOL | {"cores": [1]}, "elastic": False}
 
 
@@ -50,12 +50,13 @@ def test_arms_share_the_cores_and_the_kv_memory(tmp_path):
             assert pool["max_step_tokens"] >= pool["chunk_tokens"]
     assert {v.pools["mixed"]["chunk_tokens"] for v in found[COLOCATED]} == {1024}
     assert {v.pools["mixed"]["chunk_tokens"] for v in found[CHUNKED]} == {64, 128}
-    assert [(v.pools["prefill"]["cores"], v.pools["decode"]["cores"]) for v in found[SPLIT]] == [([0], [1])]
+    assert {(*v.pools["prefill"]["cores"], *v.pools["decode"]["cores"]) for v in found[SPLIT]} == {(0, 1)}
+    assert [v.scheduler["local_prompt_tokens"] for v in found[SPLIT]] == [0, 0, 256, 256]
 
 
 def test_every_split_of_more_cores_is_tried(tmp_path):
     pools = {"prefill": POOL | {"cores": [0, 1]}, "decode": POOL | {"cores": [2, 3]}}
-    splits = variants(read_manifest(write_manifest(tmp_path, pools)), chunks=(64, 128))[SPLIT]
+    splits = variants(read_manifest(write_manifest(tmp_path, pools)), chunks=(64,))[SPLIT]
     assert [v.pools["prefill"]["threads"] for v in splits] == [1, 1, 2, 2, 3, 3]
     assert len({v.folder for v in splits}) == 6
 
