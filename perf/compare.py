@@ -43,13 +43,15 @@ FACTOR = 2.5
 UNLOADED_LENGTHS = (32, 128, 256, 512, 1024, 2048, 4096)
 UNLOADED_REPEATS = 3
 UNLOADED_ANSWER = 24
+UNLOADED_ANSWERED = 256
 SHARED_DECODE = 4
 LOAD_SHARES = (0.33, 0.41, 0.51, 0.64, 0.8, 1.0, 1.25, 1.56, 1.95, 2.44)
 FIRST_SHARE = 3
 TUNING_SHARE = 4
 TUNING_SEED = 7919
 TUNING_PART = 0.5
-PATIENCE = 3.0
+PATIENCE = 1.5
+LONG_PERCENTILE = 90
 SERVER_START_S = 12.0
 
 Progress = Callable[[str, int, int], None]
@@ -145,14 +147,19 @@ class Comparer:
         most = max(ask.prompt_tokens for ask in make(self._wanted(1.0, TUNING_SEED)).asks)
         enough = next((tokens for tokens in UNLOADED_LENGTHS[1:] if tokens >= most), UNLOADED_LENGTHS[-1])
         lengths = [t for t in UNLOADED_LENGTHS if t <= enough and t + UNLOADED_ANSWER <= self._longest]
+        warm_up = [tokens for tokens in lengths if tokens <= UNLOADED_ANSWERED]
         asks = [
-            Ask(segments=(Segment(number, tokens),), max_tokens=UNLOADED_ANSWER, kind=str(tokens))
-            for number, tokens in enumerate(tokens for _ in range(UNLOADED_REPEATS + 1) for tokens in lengths)
+            Ask(
+                segments=(Segment(number, tokens),),
+                max_tokens=UNLOADED_ANSWER if tokens <= UNLOADED_ANSWERED else 1,
+                kind=str(tokens),
+            )
+            for number, tokens in enumerate(warm_up + lengths * UNLOADED_REPEATS)
         ]
         workload = Workload(name="unloaded", seed=0, asks=tuple(asks), concurrency=1)
         with self._serve(self._variants[COLOCATED][0]) as target:
             run, _, _ = self._drive(target, workload, "unloaded")
-        records = run.records[len(lengths) :]  # the first round warms up
+        records = run.records[len(warm_up) :]
         unloaded = [
             (tokens, float(np.median([r.ttft_s for r in records if r.kind == str(tokens) and r.ttft_s is not None])))
             for tokens in lengths
@@ -278,7 +285,8 @@ class Comparer:
         self._folder.keep(kind, variant, file, run)
 
     def _show_interference(self, variant: Variant, target: Target) -> None:
-        tokens = max(ask.prompt_tokens for ask in make(self._wanted(1.0, TUNING_SEED)).asks)
+        asks = make(self._wanted(1.0, TUNING_SEED)).asks
+        tokens = round(float(np.percentile([ask.prompt_tokens for ask in asks], LONG_PERCENTILE)))
         workload = interference_workload(
             longest=self._longest,
             tpot_s=(self._slo.tpot_s or 0.1) / FACTOR,
@@ -331,8 +339,8 @@ class Comparer:
         return replace(wanted, rate=rate, requests=requests, seed=seed, fit=fit, arrivals=arrivals)
 
     def _point_s(self, part: float = 1.0) -> float:
-        """What a run may take: its last request may be waited for."""
-        return part * self._options.point_s + self._patience_s
+        """What a run may take: the last request of an overloaded one is waited for."""
+        return part * self._options.point_s + 0.5 * self._patience_s
 
     def _chosen(self, choice: Choice) -> Variant:
         return next(one for one in self._variants[choice.arm] if one.label == choice.variant)
