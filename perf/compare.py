@@ -100,7 +100,6 @@ class Comparer:
             point_s=options.point_s,
             cores=self._cores,
             chunks=tuple(options.chunks),
-            outside=options.outside,
         )
         self._plan = self._folder.remembered("plan.json", Plan, lambda: plan)
         if self._plan != plan:

@@ -7,6 +7,7 @@ its tuning may choose from. An outside server can be an arm too, by its command.
 from __future__ import annotations
 
 import copy
+import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trtpd.build.builder import build as make_build
-from trtpd.build.files import link_tree
+from trtpd.build.files import digest_of, link_tree
 from trtpd.build.manifest import MANIFEST, Manifest, read_manifest
 from trtpd.build.spec import parse_spec
 from trtpd.errors import InputError
@@ -43,7 +44,8 @@ class Variant:
 
     @property
     def folder(self) -> str:
-        return "".join(c if c.isalnum() else "-" for c in f"{self.arm} {self.label}").strip("-")
+        which = f" {digest_of(self.command)}" if self.command else ""
+        return "".join(c if c.isalnum() else "-" for c in f"{self.arm} {self.label}{which}").strip("-")
 
 
 def cores_of(manifest: Manifest) -> tuple[int, ...]:
@@ -77,8 +79,16 @@ def variants(manifest: Manifest, *, chunks: Sequence[int] = CHUNKS, outside: str
     if outside:
         if "{port}" not in outside:
             raise InputError(f"the outside server's command {outside!r} has no {{port}} in it")
-        found[OUTSIDE] = [Variant(arm=OUTSIDE, label=outside.split()[0].rsplit("/", 1)[-1], pools={}, command=outside)]
+        found[OUTSIDE] = [Variant(arm=OUTSIDE, label=_program(outside), pools={}, command=outside)]
     return found
+
+
+def _program(command: str) -> str:
+    """What a command runs: the module of `python -m MODULE`, else the program."""
+    words = shlex.split(command)
+    if "-m" in words[:-1] and "python" in words[0]:
+        return words[words.index("-m") + 1].rsplit(".", 1)[-1]
+    return words[0].rsplit("/", 1)[-1]
 
 
 def _mixed(

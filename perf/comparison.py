@@ -14,7 +14,7 @@ from trtpd.perf.slo import LengthSlo
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What makes two comparisons the same one."""
+    """What makes two comparisons the same one. An outside arm may join later."""
 
     fingerprint: str
     workload: str
@@ -22,7 +22,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     point_s: float
     cores: tuple[int, ...]
     chunks: tuple[int, ...]
-    outside: str
 
 
 class PointFile(msgspec.Struct, frozen=True, kw_only=True):

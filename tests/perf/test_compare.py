@@ -16,7 +16,7 @@ from trtpd.perf import compare_report, interference
 from trtpd.perf.bench import Target
 from trtpd.perf.client_health import LATE_FLOOR_S, late_limit_for
 from trtpd.perf.compare import CompareOptions, Comparer
-from trtpd.perf.compare_arms import CHUNKED, COLOCATED, SPLIT, cores_of, next_variant, variants
+from trtpd.perf.compare_arms import CHUNKED, COLOCATED, OUTSIDE, SPLIT, cores_of, next_variant, variants
 from trtpd.perf.lengths import LengthFit
 from trtpd.perf.make_workload import Wanted
 from trtpd.perf.priority import before_others
@@ -95,6 +95,22 @@ def test_the_client_goes_back_to_its_own_priority():
     with before_others() as nice:
         assert nice == os.getpriority(os.PRIO_PROCESS, 0) <= before
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
+
+
+def test_an_outside_server_is_called_by_what_it_runs(tmp_path):
+    manifest = read_manifest(write_manifest(tmp_path, POOLS))
+    labels = {
+        "/opt/llama-server -m x.gguf --port {port}": "llama-server",
+        "/venv/bin/python -P -m trtpd.perf.llama_server --port {port}": "llama_server",
+    }
+    folders = set()
+    for command, label in labels.items():
+        (found,) = variants(manifest, outside=command)[OUTSIDE]
+        assert found.label == label
+        folders |= {found.folder, *(one.folder for one in variants(manifest, outside=command + " -v")[OUTSIDE])}
+    assert len(folders) == 4
+    with pytest.raises(InputError, match="no {port}"):
+        variants(manifest, outside="llama-server")
 
 
 @pytest.mark.parametrize(
