@@ -109,7 +109,7 @@ def test_an_outside_server_is_called_by_what_it_runs(tmp_path):
         assert found.label == label
         folders |= {found.folder, *(one.folder for one in variants(manifest, outside=command + " -v")[OUTSIDE])}
     assert len(folders) == 4
-    with pytest.raises(InputError, match="no {port}"):
+    with pytest.raises(InputError, match=r"no \{port\}"):
         variants(manifest, outside="llama-server")
 
 
