@@ -26,7 +26,7 @@ from trtpd.perf.compare_arms import CHUNKS, COLOCATED, SPLIT, Variant, build_var
 from trtpd.perf.compare_folder import Folder, read
 from trtpd.perf.comparison import Choice, Comparison, Plan, Point, PointFile
 from trtpd.perf.environment import Environment, this_environment
-from trtpd.perf.goodput import Deployment, Figures, account
+from trtpd.perf.goodput import Deployment, Figures, account, attainment_over_scale
 from trtpd.perf.interference import interference_workload
 from trtpd.perf.lengths import LengthFit
 from trtpd.perf.make_workload import Wanted, make
@@ -47,9 +47,9 @@ UNLOADED_ANSWERED = 256
 SHARED_DECODE = 4
 LOAD_SHARES = (0.33, 0.41, 0.51, 0.64, 0.8, 1.0, 1.25, 1.56, 1.95, 2.44)
 FIRST_SHARE = 3
-TUNING_SHARE = 4
 TUNING_SEED = 7919
 TUNING_PART = 0.5
+TUNING_SCALES = (0.5, 0.71, 1.0, 1.41, 2.0)
 PATIENCE = 1.5
 LONG_PERCENTILE = 90
 SERVER_START_S = 12.0
@@ -61,8 +61,8 @@ Progress = Callable[[str, int, int], None]
 class CompareOptions:
     """`wanted` gives the workload (its rate is replaced). `rates` empty: each arm's best is looked for around an
     estimated capacity; else all arms are measured at these. A point lasts about `point_s`; no step begins that would
-    not end within `budget_s`. `outside`: another server's command. `targets`: a folder or slo.json of a comparison on
-    the same build and machine whose targets are taken."""
+    not end within `budget_s`. `outside`: another server's command. `like`: the folder of a comparison of the same build
+    on this machine, whose targets and tuned variants are taken."""
 
     build: Path
     wanted: Wanted
@@ -73,7 +73,7 @@ class CompareOptions:
     budget_s: float = 3600.0
     chunks: Sequence[int] = CHUNKS
     outside: str = ""
-    targets: Path | None = None
+    like: Path | None = None
 
 
 class OutOfBudgetError(Exception):
@@ -115,7 +115,7 @@ class Comparer:
         complete = True
         try:
             for arm in self._variants:
-                choices.append(self._tune(arm, rates))
+                choices.append(self._given(arm) or self._tune(arm, rates))
             self._measure(choices, rates)
         except (OutOfBudgetError, KeyboardInterrupt):  # what is there is reported; the next call goes on
             complete = False
@@ -140,9 +140,8 @@ class Comparer:
 
     def _fix_targets(self) -> LengthSlo:
         """From one request at a time on all cores together: what a user alone on the machine would get."""
-        if self._options.targets is not None:
-            given = self._options.targets
-            return read(given / "slo.json" if given.is_dir() else given, LengthSlo)
+        if self._options.like is not None:
+            return read(self._options.like / "slo.json", LengthSlo)
         most = max(ask.prompt_tokens for ask in make(self._wanted(1.0, TUNING_SEED)).asks)
         enough = next((tokens for tokens in UNLOADED_LENGTHS[1:] if tokens >= most), UNLOADED_LENGTHS[-1])
         lengths = [t for t in UNLOADED_LENGTHS if t <= enough and t + UNLOADED_ANSWER <= self._longest]
@@ -183,26 +182,32 @@ class Comparer:
 
     # Steps
 
+    def _given(self, arm: str) -> Choice | None:
+        """What another comparison, or a former call, chose for this arm."""
+        folder = Folder(self._options.like) if self._options.like is not None else self._folder
+        found = folder.choice(arm)
+        return found if found is not None and any(v.label == found.variant for v in self._variants[arm]) else None
+
     def _tune(self, arm: str, rates: Sequence[float]) -> Choice:
-        """The variant of the highest goodput a little below the capacity, on another seed; of equals the one whose TPOT
-        is the smaller."""
+        """The variant that serves most within targets below the capacity, on another seed: the mean over TUNING_SCALES
+        of all targets, since a short run's share at one scale is mostly chance."""
         candidates = self._variants[arm]
         if len(candidates) == 1:
             return Choice(arm=arm, variant=candidates[0].label, tried={})
-        rate = rates[min(TUNING_SHARE, len(rates) // 2)]
-        scores: dict[str, float] = {}
+        rate = rates[min(FIRST_SHARE, len(rates) // 2)]
         tried: dict[str, float] = {}
-        while (variant := next_variant(candidates, scores)) is not None:
+        while (variant := next_variant(candidates, tried)) is not None:
             if self._folder.run_file("tuning", variant, rate, 0) is None:
                 self._afford(SERVER_START_S + self._point_s(TUNING_PART))
                 with self._serve(variant) as target:
                     self._run("tuning", variant, target, rate, 0)
             point = self._point("tuning", variant, rate, 0)
-            tpot = point.figures.tpot
-            tried[variant.label] = point.good_per_s
-            scores[variant.label] = point.good_per_s - 1e-6 * (tpot.p99.value if tpot is not None else 1e3)
+            shares = attainment_over_scale(point.records, self._slo, TUNING_SCALES, warm_up_s=point.figures.warm_up_s)
+            tried[variant.label] = float(np.mean([share or 0.0 for _, share in shares]))
         untried = tuple(one.label for one in candidates if one.label not in tried)
-        return Choice(arm=arm, variant=max(scores, key=lambda label: scores[label]), tried=tried, untried=untried)
+        choice = Choice(arm=arm, variant=max(tried, key=lambda label: tried[label]), tried=tried, untried=untried)
+        self._folder.keep_choice(choice)
+        return choice
 
     def _measure(self, choices: Sequence[Choice], rates: Sequence[float]) -> None:
         chosen = [self._chosen(choice) for choice in choices]

@@ -19,7 +19,7 @@ import msgspec
 from trtpd.errors import InputError
 from trtpd.perf.client import Run
 from trtpd.perf.compare_arms import Variant
-from trtpd.perf.comparison import PointFile
+from trtpd.perf.comparison import Choice, PointFile
 from trtpd.perf.records import Record, load_records, save_records
 
 Stored = TypeVar("Stored", bound=msgspec.Struct)
@@ -59,6 +59,14 @@ class Folder:
         save_records(path.with_suffix(".jsonl.gz"), run.info, run.records)
         path.write_bytes(msgspec.json.encode(file))
 
+    def choice(self, arm: str) -> Choice | None:
+        """What was chosen for an arm, if its tuning came to an end."""
+        path = self._choice(arm)
+        return read(path, Choice) if path.is_file() else None
+
+    def keep_choice(self, choice: Choice) -> None:
+        self._choice(choice.arm).write_bytes(msgspec.json.encode(choice))
+
     def points(self, variant: Variant) -> Iterator[PointFile]:
         """All measured runs of a variant, by name."""
         for path in sorted((self.path / "points").glob(f"{variant.folder}.*.json")):
@@ -75,6 +83,9 @@ class Folder:
 
     def _interference(self, variant: Variant) -> Path:
         return self.path / "points" / f"{variant.folder}.interference.jsonl.gz"
+
+    def _choice(self, arm: str) -> Path:
+        return self.path / "tuning" / f"choice.{'-'.join(arm.replace(',', '').split())}.json"
 
     def _json(self, kind: str, variant: Variant, rate: float, repeat: int) -> Path:
         return self.path / kind / f"{variant.folder}.{rate:g}.{repeat}.json"

@@ -207,7 +207,11 @@ def _sections(comparison: Comparison, drawn: Mapping[str, object]) -> list[Secti
             tables=[_cpu_table(comparison)],
             plots=there("cpu"),
         ),
-        Section(heading="Tuning", tables=[_tuning_table(comparison)], note="On requests of another seed."),
+        Section(
+            heading="Tuning",
+            tables=[_tuning_table(comparison)],
+            note="On requests of another seed: the share served within targets, mean over targets times 0.5 to 2.",
+        ),
         Section(heading="Setting", tables=[setting_table(comparison.environment, _setting(comparison))]),
     ]
 
@@ -284,7 +288,7 @@ def _tuning_table(comparison: Comparison) -> Table:
             rows.append((choice.arm, f"{label}{' (taken)' if label == choice.variant else ''}", number(good)))
         if not choice.tried:
             rows.append((choice.arm, f"{choice.variant} (the only one)", NOTHING))
-    return Table(headings=("arm", "variant", "goodput, requests/s"), rows=rows)
+    return Table(headings=("arm", "variant", "share served in time"), rows=rows)
 
 
 def _cores(comparison: Comparison) -> str:

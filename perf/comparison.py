@@ -39,8 +39,8 @@ class PointFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """What the tuning of an arm found: the variant taken, goodput (requests/s) of all that were tried, and what was
-    not tried since the search had no reason to."""
+    """What the tuning of an arm found: the variant taken, the share served within targets (mean over scales of them) of
+    all that were tried, and what was not tried since the search had no reason to."""
 
     arm: str
     variant: str

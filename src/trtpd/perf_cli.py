@@ -287,10 +287,10 @@ def add_compare(sub: argparse.ArgumentParser) -> None:
     runs.add_argument("--point-s", type=float, default=60.0, metavar="S", help="how long one rate is held")
     runs.add_argument("--chunks", default="32,64,128,256,512", metavar="N,...", help="chunk sizes the tuning may try")
     runs.add_argument(
-        "--targets",
+        "--like",
         type=Path,
         metavar="FOLDER",
-        help="take the targets of another comparison of this build on this machine, in place of measuring them",
+        help="take targets and tuned variants of another comparison of this build on this machine",
     )
     runs.add_argument("--budget-s", type=float, default=3600.0, metavar="S", help="no step begins that would end later")
     runs.add_argument(
@@ -324,7 +324,7 @@ def compare(args: argparse.Namespace) -> int:
         budget_s=args.budget_s,
         chunks=numbers(args.chunks, int, "--chunks"),
         outside=args.outside,
-        targets=args.targets,
+        like=args.like,
     )
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does: its servers go with it
     with console.progress() as progress:
