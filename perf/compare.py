@@ -232,7 +232,7 @@ class Comparer:
             while (rate := self._next_rate(variant, rates)) is not None:
                 self._afford(self._point_s())
                 self._run("points", variant, target_of(), rate, 0)
-            if self._folder.interference(variant) is None:
+            if self._has_short_ones and self._folder.interference(variant) is None:
                 self._afford(self._options.point_s)
                 self._show_interference(variant, target_of())
 
@@ -341,6 +341,11 @@ class Comparer:
         requests = max(20, round(rate * self._options.point_s * part))
         arrivals = wanted.arrivals or (None if wanted.name.startswith("trace:") else parse("poisson"))
         return replace(wanted, rate=rate, requests=requests, seed=seed, fit=fit, arrivals=arrivals)
+
+    @property
+    def _has_short_ones(self) -> bool:
+        """Whether there are several kinds of requests, of which long ones disturb short ones."""
+        return len({ask.kind for ask in make(self._wanted(1.0, TUNING_SEED)).asks}) > 1
 
     def _point_s(self, part: float = 1.0) -> float:
         """What a run may take: the last request of an overloaded one is waited for."""
