@@ -26,6 +26,9 @@ from trtpd.runtime.worker.mpirun import Hosts, hosts_of
 TRANSFER_TOKENS = 2048
 """The longest prompt whose hand-off is measured."""
 
+ENGINE_WEIGHT = 5
+"""An engine has so many times more to measure than a path."""
+
 
 class Stage(Protocol):
     """Something to be measured in one process: its cells, and what becomes of their runs."""
@@ -35,6 +38,10 @@ class Stage(Protocol):
 
     @property
     def cells(self) -> Sequence[Cell]: ...
+
+    @property
+    def weight(self) -> int:
+        """What it gets of the time, beside others."""
 
     def open(self) -> AbstractContextManager[Side]: ...
 
@@ -62,6 +69,10 @@ class EngineStage:
     @property
     def name(self) -> str:
         return self.role
+
+    @property
+    def weight(self) -> int:
+        return ENGINE_WEIGHT
 
     def open(self) -> AbstractContextManager[Side]:
         return steps_of(self.directory, self.config, cores=self.cores, hosts=self.hosts)
@@ -102,6 +113,10 @@ class TransferStage:
     @property
     def name(self) -> str:
         return f"transfer {self.setup.path}"
+
+    @property
+    def weight(self) -> int:
+        return 1
 
     def open(self) -> AbstractContextManager[Side]:
         return Side("trtpd.perf.transfer_side", self.setup, copying_environment(os.environ))

@@ -31,6 +31,8 @@ SLOW_RUN_S = 2.0
 LONGEST_RUN_S = 20.0
 """Cells that are expected to run longer are not measured: the fit extends to them."""
 
+BUSY_LOAD = 0.5
+
 PASSES = 2
 """Time that a stage does not use goes to later ones, and then to those that ran out of it."""
 
@@ -65,6 +67,9 @@ class Profiler:
         self._too_long: set[tuple[str, Cell]] = set()
         self.notes: list[str] = []
         self._check_names()
+        if self._environment.load_average > BUSY_LOAD:
+            load = self._environment.load_average
+            self.notes.append(f"load average {load:g}: what else runs here will be in the figures")
         if options.out.exists() and not options.force:
             self._go_on_with(read_profile(options.out))
         wanted = {*options.roles, *(f"transfer {path}" for path in options.paths)}
@@ -80,8 +85,8 @@ class Profiler:
             for _ in range(PASSES):
                 stages = [stage for stage in self._stages if self._left(stage)]
                 for index, stage in enumerate(stages):
-                    now_s = self._options.clock()
-                    self._measure(stage, until_s=now_s + (until_s - now_s) / (len(stages) - index))
+                    now_s, weight = self._options.clock(), sum(later.weight for later in stages[index:])
+                    self._measure(stage, until_s=now_s + (until_s - now_s) * stage.weight / weight)
         finally:
             sweep()
         return self._keep()
@@ -89,8 +94,8 @@ class Profiler:
     @property
     def cells(self) -> tuple[int, int]:
         """(how many are measured, how many are left)."""
-        left = sum(len(self._left(stage)) for stage in self._stages)
-        return sum(len(stage.cells) for stage in self._stages) - left, left
+        done = sum(len(stage.cells) - len(stage.left()) for stage in self._stages)
+        return done, sum(len(self._left(stage)) for stage in self._stages)
 
     def _left(self, stage: Stage) -> list[Cell]:
         if stage.name in self._unavailable:

@@ -74,8 +74,8 @@ class Node:
 
 
 class Simulation:
-    """Drives one RouterCore. `trace` gets a line for everything that reaches the router or leaves it. `model` may be one
-    for each role, as a profile has them (measured_costs.py in runtime/serve)."""
+    """Drives one RouterCore. `trace` gets a line for everything that reaches the router or leaves it. `model` may be
+    one for each role, as a profile has them (runtime/serve/measured_costs.py)."""
 
     def __init__(
         self,

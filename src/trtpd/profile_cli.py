@@ -81,8 +81,9 @@ def _build_of(path: Path) -> Iterator[Path]:
     from trtpd.build.builder import build
     from trtpd.build.spec import load_spec
 
-    with tempfile.TemporaryDirectory(prefix="trtpd-profile-") as folder, console.progress() as progress:
-        made = build(load_spec(path), Path(folder) / "BUILD", progress=progress)
+    with tempfile.TemporaryDirectory(prefix="trtpd-profile-") as folder:
+        with console.progress() as progress:
+            made = build(load_spec(path), Path(folder) / "BUILD", progress=progress)
         yield made.out
 
 

@@ -80,7 +80,7 @@ def test_a_role_with_other_settings_is_measured_anew_and_the_others_are_kept(
     out = tmp_path / "p.json"
     out.write_text(json.dumps(data))
     profiler = Profiler(ProfileOptions(build=build, out=out, roles=("prefill", "decode")), silent)
-    assert "decode has other settings" in profiler.notes[0]
+    assert any("decode has other settings" in note for note in profiler.notes)
     assert profiler.cells[0] == len(profiled.engines["prefill"].points)
 
 
