@@ -15,7 +15,7 @@ BATCHES = (1, 16, 4, 64, 256, 2, 8, 32, 128)
 BESIDE = (4, 1, 16)
 BESIDE_TOKENS = (128, 32)
 BESIDE_CONTEXT = 256
-FOREIGN_BATCHES = (1, 4)
+FOREIGN_BATCHES = (1, 4, 2)
 FOREIGN_CONTEXTS = 2
 """Of decode on an engine that only prefills: it decodes where nothing else can."""
 
@@ -77,7 +77,7 @@ class Grid:
         """Those that fit; for a small engine parts of what it holds."""
         sizes = [size for size in wanted if size <= self._longest]
         if len(sizes) < 2:
-            sizes += [self._longest // 4, 3 * self._longest // 4]
+            sizes += [self._longest // 8, self._longest // 2]
         return [size for size in dict.fromkeys(sizes) if size > 0]
 
     def _whole(self, tokens: int) -> int:

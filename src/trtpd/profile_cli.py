@@ -39,7 +39,6 @@ def profile(args: argparse.Namespace) -> int:
 
     if not 0.0 < args.budget_s < 1e9:
         raise InputError(f"--budget-s is {args.budget_s:g}; it must be above 0")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does: its processes go with it
     with _build_of(args.build) as build, console.progress() as progress:
         out = args.output or _place(args.build)
         options = ProfileOptions(
@@ -53,6 +52,7 @@ def profile(args: argparse.Namespace) -> int:
         profiler = Profiler(options, progress)
         for note in profiler.notes:
             console.say(note)
+        _end_on_sigterm()
         try:
             found = profiler.run()
         except KeyboardInterrupt:
@@ -72,6 +72,11 @@ def profile(args: argparse.Namespace) -> int:
     return 0
 
 
+def _end_on_sigterm() -> None:
+    """As on Ctrl-C: its processes and what it built go with it."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
 @contextmanager
 def _build_of(path: Path) -> Iterator[Path]:
     """The build directory; for a pipeline file one that is made now and removed afterwards."""
@@ -81,6 +86,7 @@ def _build_of(path: Path) -> Iterator[Path]:
     from trtpd.build.builder import build
     from trtpd.build.spec import load_spec
 
+    _end_on_sigterm()
     with tempfile.TemporaryDirectory(prefix="trtpd-profile-") as folder:
         with console.progress() as progress:
             made = build(load_spec(path), Path(folder) / "BUILD", progress=progress)

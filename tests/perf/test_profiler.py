@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models
+from trtpd_testing import tiny
 from trtpd_testing.emulated_build import write_build
 from trtpd_testing.harness import TRTPD, trtpd
 
@@ -96,6 +98,20 @@ def test_a_role_or_path_that_is_not_there_is_bad_input(build: Path, tmp_path: Pa
     assert run.returncode == 2
     assert "prefill, decode" in json.loads(run.stdout)["error"]
     assert not out.exists()
+
+
+def test_a_pipeline_file_is_built_for_the_run_and_profiled_where_it_names_its_profile(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(tiny.CONFIG))
+    Tokenizer(models.BPE(vocab={"a": 0}, merges=[])).save(str(tmp_path / "model" / "tokenizer.json"))
+    pipeline = tmp_path / "pipeline.yaml"
+    pipeline.write_text(
+        "model: model\nengine: emulated\npools: {prefill: {}, decode: {}}\nscheduler: {profile: mine.json}\n"
+    )
+    run = trtpd("profile", pipeline, "--budget-s", "0.000001", "--json")
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout)["path"] == str(tmp_path / "mine.json")
+    assert read_profile(tmp_path / "mine.json").model == "model"
 
 
 def test_ctrl_c_leaves_what_was_measured_and_no_process(build: Path, tmp_path: Path) -> None:
