@@ -61,7 +61,8 @@ def lines(profile: CostProfile) -> list[str]:
     """The fits in words, and what was not measured."""
     found = []
     for role, costs in profile.engines.items():
-        found.append(f"{role}: {_step_words(costs.fit)}")
+        together = any(point.beside for point in costs.points)
+        found.append(f"{role}: {_step_words(costs.fit, together=together)}")
     for path, transfer in profile.transfers.items():
         fit = transfer.fit
         words = "too few points for a fit"
@@ -71,15 +72,17 @@ def lines(profile: CostProfile) -> list[str]:
     return found + [f"{name}: not measured, {why}" for name, why in profile.unavailable.items()]
 
 
-def _step_words(fit: StepFit | None) -> str:
+def _step_words(fit: StepFit | None, *, together: bool) -> str:
+    """`together`: work of both kinds in one step was measured."""
     if fit is None:
         return "too few points for a fit"
+    saved = f"both in one step save {fit.fixed_s * MS:.1f} ms; " if together else ""
     return (
         f"prefill step {(fit.fixed_s + fit.prefill_step_s) * MS:.1f} ms + {fit.prefill_token_s * US:.0f} us a token + "
         f"{fit.prefill_pair_s * US:.4f} us a token and one it attends to; decode step "
         f"{(fit.fixed_s + fit.decode_step_s) * MS:.1f} ms + {fit.decode_sequence_s * MS:.2f} ms a sequence + "
-        f"{fit.decode_kv_token_s * US:.2f} us a token of KV; both in one step save {fit.fixed_s * MS:.1f} ms; "
-        f"{_residual_words(fit.residuals)}"
+        f"{fit.decode_kv_token_s * US:.2f} us a token of KV; "
+        f"{saved}{_residual_words(fit.residuals)}"
     )
 
 

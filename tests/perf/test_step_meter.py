@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -17,6 +18,7 @@ from trtpd.perf.profile_grid import Grid
 from trtpd.perf.profile_points import cell_of, step_point
 from trtpd.perf.step_fit import fit_steps
 from trtpd.perf.step_meter import StepMeter
+from trtpd.runtime.core.events import Capabilities
 from trtpd.runtime.engine import emulated
 from trtpd.runtime.engine.base import Engine
 
@@ -129,6 +131,33 @@ def test_a_grid_fits_the_smallest_engine(metered: Metered, kv_blocks: int, max_s
     meter, _ = metered(config)
     for cell in Grid(config).cells():
         assert meter(cell).seconds > 0.0
+
+
+class Untold:
+    """An engine that doesn't say how far a prompt is, nor what a step took."""
+
+    capabilities = Capabilities(chunk_events=False)
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+def test_an_engine_that_does_not_tell_its_steps_is_measured_by_the_clock() -> None:
+    time = Time()
+    engine = emulated.load(config_of(), Path(), pool_name="test-untold", generation="g", sleep=time.sleep, clock=time)
+    try:
+        meter = StepMeter(cast(Engine, Untold(engine)), clock=time)
+        (prompt,) = meter(Cell(kind="prefill", tokens=40, batch=1)).steps
+        assert (prompt.prefill_tokens, prompt.prefill_kv_tokens) == (40, 20)
+        assert prompt.seconds == pytest.approx(0.043)
+        (step,) = meter(Cell(kind="decode", tokens=40, batch=3)).steps
+        assert step.seconds == pytest.approx(0.0125 + step.decode_kv_tokens * 5e-6, rel=0.1)
+        engine.check_integrity()
+    finally:
+        engine.shutdown()
 
 
 def test_a_cell_that_does_not_fit_is_refused(metered: Metered) -> None:
