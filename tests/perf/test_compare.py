@@ -142,6 +142,7 @@ def arms(monkeypatch):
 
     monkeypatch.setattr(Comparer, "_serve", serve)
     monkeypatch.setattr(room, "refuse_if_bottleneck", lambda *_: None)
+    monkeypatch.setattr(room, "OTHERS_SHARE", 99.0)
     monkeypatch.setattr(interference, "FIRST_PROMPT_S", 0.2)
     monkeypatch.setattr(interference, "LEAST_PAUSE_S", 0.2)
     monkeypatch.setattr(room, "FACTOR", 0.625)  # of a colocated gap: between the other two
