@@ -61,13 +61,15 @@ class Table:
 
     wait_s        seconds of prompts that wait there · token_s: seconds per prompt token
 
-    `decode_terms` and `prefill_terms` are columns that a score is a weighted sum of: see score.py.
+    `decode_terms` and `prefill_terms` are columns that a score is a weighted sum of: see score.py. `hosts` are the
+    numbers of the instances' hosts.
     """
 
     def __init__(self, role: Role, costs: Costs, limits: Limits) -> None:
         self.role: Role = role
         self.instances: list[Instance] = []
         self.names: dict[str, Instance] = {}
+        self.hosts: list[int] = []
         self.open = 0
         self.usual_tokens = 128.0
         self._costs = costs
@@ -75,6 +77,8 @@ class Table:
         self._longest: float | None = None
         self._rates: tuple[float, float] | None = None
         self._data: Floats = np.zeros((COLUMNS, 8))
+        self._decode_weights: Floats = np.zeros(5)
+        self._prefill_weights: Floats = np.zeros(3)
         self._view()
 
     def __len__(self) -> int:
@@ -89,10 +93,13 @@ class Table:
         self.decode_terms: Floats = data[10:15]
         self.prefill_terms: Floats = data[14:17]
         self.flows, self.wait_s, self.token_s = data[14:17]
+        self._scores: Floats = np.zeros((2, len(self.instances)))
+        self._decode_scores, self._prefill_scores = self._scores
 
     def add(self, instance: Instance, now_s: float) -> None:
         instance.row = len(self.instances)
         self.instances.append(instance)
+        self.hosts.append(instance.host)
         self.names[instance.name] = instance
         if instance.row == self._data.shape[1]:
             self._data = np.concatenate((self._data, np.zeros_like(self._data)), axis=1)
@@ -104,11 +111,11 @@ class Table:
     def remove(self, instance: Instance) -> None:
         """The last row takes its place."""
         del self.names[instance.name]
-        last = self.instances.pop()
+        last, last_host = self.instances.pop(), self.hosts.pop()
         self.open -= bool(self._data[0, instance.row] >= 0.0)
         if last is not instance:
             self._data[:, instance.row] = self._data[:, last.row]
-            self.instances[instance.row] = last
+            self.instances[instance.row], self.hosts[instance.row] = last, last_host
             last.row = instance.row
         self._view()
 
@@ -160,6 +167,18 @@ class Table:
         if rate != former_rate:
             self._rates = None
         return was_full and prefill_fits >= 0.0
+
+    def weigh_decode(self, tpot: float, one: float, grows: float, flow: float) -> Floats:
+        """The sum of `decode_terms` so weighted, for each instance: the caller's until it asks again."""
+        weights = self._decode_weights
+        weights[0], weights[1], weights[2], weights[3], weights[4] = tpot, one, grows, grows * grows, flow
+        return weights.dot(self.decode_terms, self._decode_scores)
+
+    def weigh_prefill(self, flow: float, wait: float, token: float) -> Floats:
+        """The sum of `prefill_terms` so weighted, for each instance: the caller's until it asks again."""
+        weights = self._prefill_weights
+        weights[0], weights[1], weights[2] = flow, wait, token
+        return weights.dot(self.prefill_terms, self._prefill_scores)
 
     def stale(self, instance: Instance, now_s: float) -> bool:
         """Whether what decides feasibility in its row is not what the instance says: for checks."""
