@@ -80,6 +80,8 @@ def _check_request(books: Books, request: Request) -> None:
     _require(request.timeline.output_tokens == len(request.journal), f"{name}: its journal is not what went out")
     _require(len(request.failures) <= books.policy.retry_budget, f"{name} cost more retries than it may")
     _require(len(request.losses) <= books.policy.loss_budget, f"{name} cost more instances than it may")
+    waited_s = books.now_s - request.arrived_s
+    _require(request.attempts > 0 or waited_s < books.policy.queue_s, f"{name} has waited {waited_s} s for a place")
     attempt = request.attempt
     if attempt is None:
         return
