@@ -39,6 +39,8 @@ def demand(
     beginning, where there are caches) costs nothing. Decode runs the largest batch that keeps `tpot_s` and fits its KV
     at every sequence's peak.
     """
+    if not requests:
+        return Demand(prefill=0.0, decode=0.0)
     slow = {one.instance: one.factor for one in faults.slow}
     dead = {one.instance for one in faults.kills}
     up = [spec for spec in workers if spec.name not in dead]
