@@ -119,7 +119,7 @@ class _View:
         scores, tokens = self._prefill(table, flow), self.work.prompt_tokens
         if not self.is_long and not self.request.avoid:
             found = shortlist(scores)
-            if _least(table.prefill_fits, found) >= tokens:
+            if table.bounds[0] >= tokens or _least(table.prefill_fits, found) >= tokens:
                 return found
         unfit = self.avoided(table, table.prefill_fits < tokens)
         if self.is_long:
@@ -139,14 +139,16 @@ class _View:
         scores = score.decode(table, work, flow)
         if not self.request.avoid:
             found = shortlist(scores)
-            if _least(fits, found) >= work.total_tokens and self._none_late(found, table):
+            _, least_tokens, most_s = table.bounds
+            all_fit = least_tokens >= work.total_tokens or _least(fits, found) >= work.total_tokens
+            if all_fit and (work.tpot_s is None or most_s <= work.tpot_s or self._none_late(found, table)):
                 return found
         return _fit(scores, self._in_time(table, self.avoided(table, fits < work.total_tokens)))
 
     def _none_late(self, found: Shortlist, table: Table) -> bool:
         """Whether all of these keep the target as far as their own rows say; if not, `too_late` knows more."""
         most_s = self.work.tpot_s
-        return most_s is None or max(map(table.joined_s.item, [row for _, row in found]), default=0.0) <= most_s
+        return most_s is None or all(table.joined_s.item(row) <= most_s for _, row in found)
 
     def _in_time(self, table: Table, unfit: Mask) -> Mask:
         late = score.too_late(table, self.work.tpot_s, self.cluster.costs)

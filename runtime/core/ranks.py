@@ -93,6 +93,7 @@ class Table:
         self.decode_terms: Floats = data[10:15]
         self.prefill_terms: Floats = data[14:17]
         self.flows, self.wait_s, self.token_s = data[14:17]
+        self._bounds: tuple[float, float, float] | None = None
         self._scores: Floats = np.zeros((2, len(self.instances)))
         self._decode_scores, self._prefill_scores = self._scores
 
@@ -143,19 +144,22 @@ class Table:
         kv, kv_token = (instance.context_tokens + instance.left_tokens) / kv_tokens, 1.0 / kv_tokens
         crowd = limits.batch_s * (placed + 1) / hello.max_batch
         rate, former_rate = 1.0 / token_s if is_open else 0.0, self.rate.item(row)
-        was_full = self.prefill_fits.item(row) < 0.0
         prefill_fits = fits if wait_s <= limits.ahead_s or instance.prefilling < ahead else -1.0
+        whole_fits = fits if placed < limits.placed_per_batch * hello.max_batch else -1.0
+        joined_s = CAUTION * per_token_s(one_s, each_s, sequences + 1, hello.max_batch) if sequences else 0.0
+        was_full = self.prefill_fits.item(row) < 0.0
+        self._rebound(row, prefill_fits, whole_fits, joined_s)
         self._data[:, row] = (
             instance.capacity_tokens if is_open else -1.0,
             fits,
             prefill_fits,
-            fits if placed < limits.placed_per_batch * hello.max_batch else -1.0,
+            whole_fits,
             rate,
             sequences,
             instance.left_tokens,
             one_s,
             each_s,
-            CAUTION * per_token_s(one_s, each_s, sequences + 1, hello.max_batch) if sequences else 0.0,
+            joined_s,
             limits.tpot_s * step_s * step_s,
             limits.kv_s * kv * kv + crowd + instance.jitter,
             limits.kv_s * 2.0 * kv * kv_token,
@@ -167,6 +171,28 @@ class Table:
         if rate != former_rate:
             self._rates = None
         return was_full and prefill_fits >= 0.0
+
+    def _rebound(self, row: int, prefill_fits: float, whole_fits: float, joined_s: float) -> None:
+        """Keeps `bounds` for a row that is about to change, or gives them up if it may be the one that sets them."""
+        if self._bounds is None:
+            return
+        least_prefill, least_whole, most_s = self._bounds
+        if (
+            (self.prefill_fits.item(row) <= least_prefill < prefill_fits)
+            or (self.whole_fits.item(row) <= least_whole < whole_fits)
+            or (self.joined_s.item(row) >= most_s > joined_s)
+        ):
+            self._bounds = None
+        else:
+            self._bounds = min(least_prefill, prefill_fits), min(least_whole, whole_fits), max(most_s, joined_s)
+
+    @property
+    def bounds(self) -> tuple[float, float, float]:
+        """What every instance keeps: the least of `prefill_fits` and of `whole_fits`, and the most of `joined_s`. The
+        table must not be empty."""
+        if self._bounds is None:
+            self._bounds = float(self.prefill_fits.min()), float(self.whole_fits.min()), float(self.joined_s.max())
+        return self._bounds
 
     def weigh_decode(self, tpot: float, one: float, grows: float, flow: float) -> Floats:
         """The sum of `decode_terms` so weighted, for each instance: the caller's until it asks again."""
