@@ -25,7 +25,7 @@ from trtpd.perf.capacity import demand
 from trtpd.perf.outcome import Summary
 from trtpd.perf.scenario import Faults, Kill, SimRequest, Slow
 from trtpd.perf.simulate import Simulation
-from trtpd.perf.simulated_worker import WorkerSpec
+from trtpd.perf.worker_spec import WorkerSpec
 from trtpd.runtime.core import place
 from trtpd.runtime.core.cost import LinearStepTime
 from trtpd.runtime.core.policy import Policy

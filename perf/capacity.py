@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trtpd.perf.scenario import Faults, SimRequest
-from trtpd.perf.simulated_worker import WorkerSpec
+from trtpd.perf.worker_spec import WorkerSpec
 from trtpd.runtime.core.cost import StepTimeModel
 from trtpd.runtime.core.instance import blocks_for
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from trtpd.perf.scenario import SimRequest
 from trtpd.perf.simulate import Simulation
-from trtpd.perf.simulated_worker import WorkerSpec, true_token
+from trtpd.perf.worker_spec import WorkerSpec, true_token
 from trtpd.runtime.core import place
 from trtpd.runtime.core.cost import LinearStepTime
 from trtpd.runtime.core.events import (

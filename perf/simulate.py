@@ -15,13 +15,8 @@ from functools import partial
 
 from trtpd.perf.outcome import Outcome, Summary, summarise
 from trtpd.perf.scenario import Faults, Kill, Network, SimRequest
-from trtpd.perf.simulated_worker import (
-    Key,
-    Running,
-    SimulatedWorker,
-    Truth,
-    WorkerSpec,
-)
+from trtpd.perf.simulated_worker import Key, Running, SimulatedWorker
+from trtpd.perf.worker_spec import Truth, WorkerSpec
 from trtpd.runtime.core.cost import StepTimeModel
 from trtpd.runtime.core.events import (
     Arrived,

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trtpd_testing.plain_place import Plain
 
-from trtpd.perf.simulated_worker import WorkerSpec
+from trtpd.perf.worker_spec import WorkerSpec
 from trtpd.runtime.core import place
 from trtpd.runtime.core.cluster import Cluster
 from trtpd.runtime.core.cost import Costs, LinearStepTime

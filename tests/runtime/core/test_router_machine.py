@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 from trtpd_testing.fleet import Fleet
 
-from trtpd.perf.simulated_worker import WorkerSpec
+from trtpd.perf.worker_spec import WorkerSpec
 from trtpd.runtime.core.events import ClientGone, Drain, LinkDown, TextStopped
 from trtpd.runtime.core.policy import Policy
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from trtpd.perf.outcome import Outcome
-from trtpd.perf.simulated_worker import Running, SimulatedWorker, Truth, WorkerSpec, true_token
+from trtpd.perf.simulated_worker import Running, SimulatedWorker
+from trtpd.perf.worker_spec import Truth, WorkerSpec, true_token
 from trtpd.runtime.core.events import (
     Arrived,
     Cancel,
