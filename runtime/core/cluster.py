@@ -142,9 +142,8 @@ class Cluster:
         return freed > 0
 
     def observe(self, instance: Instance, work: StepWork, step_s: float) -> None:
-        """A step of it took so long: what is predicted of it follows, slowly and within bounds."""
-        if instance.reports % STEPS_PER_LOOK:
-            return
+        """A step of it took so long: what is predicted of it follows, slowly and within bounds. One report in
+        STEPS_PER_LOOK is enough."""
         hello, role = instance.hello, instance.hello.role
         seen = self.costs.observe(hello, role, work, instance.context_tokens, step_s, factor=instance.factor)
         if seen != instance.factor:

@@ -103,7 +103,9 @@ class Table:
         self.hosts.append(instance.host)
         self.names[instance.name] = instance
         if instance.row == self._data.shape[1]:
-            self._data = np.concatenate((self._data, np.zeros_like(self._data)), axis=1)
+            # Not a power of two: columns whose beginnings lie pages apart push each other out of the cache.
+            more = np.zeros((COLUMNS, self._data.shape[1] + 8))
+            self._data = np.concatenate((self._data, more), axis=1)
         self._data[:, instance.row] = 0.0
         self._data[0, instance.row] = -1.0
         self._view()
@@ -198,13 +200,15 @@ class Table:
         """The sum of `decode_terms` so weighted, for each instance: the caller's until it asks again."""
         weights = self._decode_weights
         weights[0], weights[1], weights[2], weights[3], weights[4] = tpot, one, grows, grows * grows, flow
-        return weights.dot(self.decode_terms, self._decode_scores)
+        found: Floats = weights.dot(self.decode_terms, self._decode_scores)
+        return found
 
     def weigh_prefill(self, flow: float, wait: float, token: float) -> Floats:
         """The sum of `prefill_terms` so weighted, for each instance: the caller's until it asks again."""
         weights = self._prefill_weights
         weights[0], weights[1], weights[2] = flow, wait, token
-        return weights.dot(self.prefill_terms, self._prefill_scores)
+        found: Floats = weights.dot(self.prefill_terms, self._prefill_scores)
+        return found
 
     def stale(self, instance: Instance, now_s: float) -> bool:
         """Whether what decides feasibility in its row is not what the instance says: for checks."""
