@@ -27,7 +27,8 @@ from trtpd.perf.scenario import Faults, Kill, SimRequest, Slow
 from trtpd.perf.simulate import Simulation
 from trtpd.perf.worker_spec import WorkerSpec
 from trtpd.runtime.core import place
-from trtpd.runtime.core.cost import LinearStepTime
+from trtpd.runtime.core.cost import LinearStepTime, StepTimeModel
+from trtpd.runtime.core.events import Role
 from trtpd.runtime.core.policy import Policy
 from trtpd.runtime.core.router import RouterCore
 
@@ -171,13 +172,15 @@ def rate_at(scenario: Scenario, part: float) -> float:
     return round(rate, 2)
 
 
-def run(scenario: Scenario, policy: str, *, rate: float, seconds: float, seed: int) -> Summary:
-    """One arm of one scenario."""
+def run(scenario: Scenario, policy: str, *, rate: float, seconds: float, seed: int, profiled: bool = False) -> Summary:
+    """One arm of one scenario. `profiled`: the router has the step times that `trtpd profile` would have measured; else
+    it learns them as it goes."""
     settings = Policy(refuse_late=False, queue_limit=100_000, queue_s=1e6, dwell_up_s=1e9, move_gain=NO_MOVES)
     if policy == "ours_moving":
         settings = replace(settings, move_gain=Policy().move_gain)
     choose = place.choose if policy.startswith("ours") else baseline(policy, seed)
-    core = RouterCore(settings, seed=seed, choose=choose)
+    step_times: dict[Role, StepTimeModel] | None = {"prefill": MODEL, "decode": MODEL} if profiled else None
+    core = RouterCore(settings, seed=seed, step_times=step_times, choose=choose)
     simulation = Simulation(
         core=core,
         workers=scenario.workers,
@@ -198,10 +201,17 @@ METRICS: dict[str, Callable[[Summary], float]] = {
 
 
 def row(
-    scenario: Scenario, policy: str, *, load: float, rate: float, seconds: float, seeds: Sequence[int]
+    scenario: Scenario,
+    policy: str,
+    *,
+    load: float,
+    rate: float,
+    seconds: float,
+    seeds: Sequence[int],
+    profiled: bool = False,
 ) -> dict[str, Any]:
     """Of each metric the mean over the seeds and its standard deviation."""
-    found = [run(scenario, policy, rate=rate, seconds=seconds, seed=seed) for seed in seeds]
+    found = [run(scenario, policy, rate=rate, seconds=seconds, seed=seed, profiled=profiled) for seed in seeds]
     values = {name: [read(summary) for summary in found] for name, read in METRICS.items()}
     return {
         "scenario": scenario.name,
@@ -243,14 +253,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--loads", type=float, nargs="+", default=list(LOADS))
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES)
     parser.add_argument("--only", default="", help="scenarios whose name holds this")
+    parser.add_argument("--profiled", action="store_true", help="the router has measured step times")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)
     for scenario in (one for one in SCENARIOS if options.only in one.name):
         for load in options.loads:
             rate, rows = rate_at(scenario, load), []
             for policy in options.policies:
-                seeds = range(options.seeds)
-                rows.append(row(scenario, policy, load=load, rate=rate, seconds=options.seconds, seeds=seeds))
+                how: dict[str, Any] = {"seconds": options.seconds, "profiled": options.profiled}
+                rows.append(row(scenario, policy, load=load, rate=rate, seeds=range(options.seeds), **how))
                 print(json.dumps(rows[-1]) if options.json else shown(rows[-1]), flush=True)
             if not options.json and "ours" in options.policies:
                 print(f"{'':>18}{verdict(rows)}", flush=True)
