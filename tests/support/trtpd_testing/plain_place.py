@@ -63,7 +63,7 @@ class Plain:
 
     def prefill_s(self, table: Table, flow_s: float = 0.0) -> list[float]:
         work, weights = self.work, self.rules.weights
-        stretch = self.cluster.costs.stretch(table.role, work.prompt_tokens)
+        stretch = table.stretch(work.prompt_tokens)
         rows = np.dot((flow_s, weights.ttft_s, weights.ttft_s * work.prompt_tokens * stretch), table.prefill_terms)
         for name, hit in work.hits.items():
             if name in table.names:
@@ -89,7 +89,7 @@ class Plain:
     def alone(self, table: Table, extra_s: float = 0.0) -> list[Found]:
         """The best instance that would do it all."""
         work, weights = self.work, self.rules.weights
-        stretch = self.cluster.costs.stretch(table.role, work.prompt_tokens)
+        stretch = table.stretch(work.prompt_tokens)
         both = np.array(self.prefill_s(table)) + np.array(self.decode_s(table)) if len(table) else np.zeros(0)
         both += table.token_s * table.sequences * (weights.disturb_s * work.prompt_tokens * stretch)
         found = [
