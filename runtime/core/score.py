@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-import numpy as np
-
 from trtpd.errors import InputError
 from trtpd.runtime.core.cost import Costs
 from trtpd.runtime.core.message import message
@@ -64,10 +62,10 @@ def prefill(table: Table, work: Work, weights: Weights, stretch: float, flow: fl
     `flow` for each transfer under way there.
 
     A hit also takes off what it saves the pool, so that an instance whose queue is longer than that is not chosen
-    for its cache.
+    for its cache. The caller's until it asks again for one of this table.
     """
     ttft_s = weights.ttft_s
-    found: Floats = np.dot((flow, ttft_s, ttft_s * work.prompt_tokens * stretch), table.prefill_terms)
+    found = table.weigh_prefill(flow, ttft_s, ttft_s * work.prompt_tokens * stretch)
     for name, hit in work.hits.items():
         row = row_of(table, name)
         if row is not None:
@@ -86,12 +84,10 @@ def decode(table: Table, work: Work, flow: float = 0.0) -> Floats:
 
     The step is that of the batch the sequence will meet on the whole: those there now, less those who will have
     gone before a usual answer is half written. A node of few but long sessions looks idle and is not; one whose
-    many sessions are about to end looks full and is not.
+    many sessions are about to end looks full and is not. The caller's until it asks again for one of this table.
     """
     target_s = work.tpot_s or TPOT_USUAL_S
-    grows = work.prompt_tokens + work.left_tokens
-    found: Floats = np.dot((1.0 / (target_s * target_s), 1.0, grows, grows * grows, flow), table.decode_terms)
-    return found
+    return table.weigh_decode(1.0 / (target_s * target_s), 1.0, work.prompt_tokens + work.left_tokens, flow)
 
 
 def disturbance(table: Table, work: Work, weights: Weights, stretch: float) -> Floats:

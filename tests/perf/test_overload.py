@@ -15,7 +15,7 @@ from trtpd.perf.elastic_live import split_of
 from trtpd.perf.live_load import LivePhase, Sample, workload
 from trtpd.perf.scenario import SimRequest
 from trtpd.perf.simulate import Simulation
-from trtpd.perf.simulated_worker import WorkerSpec
+from trtpd.perf.worker_spec import WorkerSpec
 from trtpd.runtime.core.cost import LinearStepTime
 from trtpd.runtime.core.events import SwitchRole
 from trtpd.runtime.core.policy import Policy

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trtpd.errors import InputError
-from trtpd.perf.simulated_worker import WorkerSpec
+from trtpd.perf.worker_spec import WorkerSpec
 from trtpd.runtime.core.cluster import Cluster
 from trtpd.runtime.core.cost import Costs, LinearStepTime, StepWork
 from trtpd.runtime.core.events import Hello
