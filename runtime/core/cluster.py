@@ -143,9 +143,9 @@ class Cluster:
 
     def observe(self, instance: Instance, work: StepWork, step_s: float) -> None:
         """A step of it took so long: what is predicted of it follows, slowly and within bounds."""
-        if instance.reports % STEPS_PER_LOOK:
-            return
         hello, role = instance.hello, instance.hello.role
+        if instance.reports % STEPS_PER_LOOK and self.costs.known(hello, role):
+            return
         seen = self.costs.observe(hello, role, work, instance.context_tokens, step_s, factor=instance.factor)
         if seen != instance.factor:
             factor = instance.factor * math.exp(FACTOR_RATE * math.log(seen / instance.factor))

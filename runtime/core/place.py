@@ -32,6 +32,8 @@ class Wait(StrEnum):
     NO_INSTANCE = "no_instance"
     NO_ROOM = "no_room"
     PAUSED = "paused"
+    TURN = "turn"
+    """Only for a place in a batch that is full now."""
 
 
 @message
@@ -96,6 +98,7 @@ class _View:
     work: Work
     exists: bool = False
     held_back: bool = False
+    awaits_turn: bool = False
 
     def avoided(self, table: Table, unfit: Mask) -> Mask:
         """Adds those the request stays away from."""
@@ -129,19 +132,25 @@ class _View:
     def _prefill(self, table: Table, flow: float = 0.0) -> Floats:
         return score.prefill(table, self.work, self.rules.weights, self._stretch(table), flow)
 
-    def sinks(self, table: Table, flow: float) -> Shortlist:
-        """Those that would decode what others prefill."""
-        work, fits, step_s = self.work, table.whole_fits, table.joined_s
+    def sinks(self, table: Table, flow: float, ready_at_s: float) -> Shortlist:
+        """Those that would decode what others will have prefilled by `ready_at_s`."""
+        work, fits = self.work, table.whole_fits
         scores = score.decode(table, work, flow)
         if not self.request.avoid:
             found, most_s = shortlist(scores), work.tpot_s or np.inf
-            if all(fits.item(row) >= work.total_tokens and step_s.item(row) <= most_s for _, row in found):
+            step_s, free_at_s = table.joined_s, table.free_at_s
+            if all(
+                fits.item(row) >= work.total_tokens and step_s.item(row) <= most_s and free_at_s.item(row) <= ready_at_s
+                for _, row in found
+            ):
                 return found
-        return _fit(scores, self._in_time(table, self.avoided(table, fits < work.total_tokens)))
+        return _fit(scores, self._in_time(table, self.avoided(table, fits < work.total_tokens), ready_at_s))
 
-    def _in_time(self, table: Table, unfit: Mask) -> Mask:
-        late = score.too_late(table, self.work.tpot_s, self.cluster.costs)
+    def _in_time(self, table: Table, unfit: Mask, ready_at_s: float) -> Mask:
+        late = score.too_late(table, self.work, self.cluster.costs, ready_at_s=ready_at_s)
         if late is not None:
+            in_time = table.joined_s <= (self.work.tpot_s or np.inf)
+            self.awaits_turn = self.awaits_turn or bool((late & in_time & ~unfit).any())
             unfit |= late
         return unfit
 
@@ -154,7 +163,7 @@ class _View:
         scores += score.disturbance(table, self.work, self.rules.weights, self._stretch(table))
         if not len(table):
             return []
-        scores[self._in_time(table, unfit)] = np.inf
+        scores[self._in_time(table, unfit, self.cluster.now_s)] = np.inf
         row = int(scores.argmin())
         score_s = scores.item(row) + extra_s
         return [] if score_s == np.inf else [(score_s, table.instances[row], None, reason, text)]
@@ -168,7 +177,9 @@ class _View:
         move = self.rules.links.move(hello, self.work.prompt_tokens, hosts=self.cluster.hosts)
         near_s, far_s = weight * move.near_s, weight * move.far_s
         sources = self.sources(prefills, weight * move.flow_s)
-        sinks = self.sinks(decodes, weight * move.flow_s)
+        if not sources:
+            return []
+        sinks = self.sinks(decodes, weight * move.flow_s, self._ready_at_s(prefills, sources[0][1]))
         if not sinks:
             return []
         best: Candidate | None = None
@@ -190,6 +201,11 @@ class _View:
                 if score_s < bound_s:
                     best, bound_s = (score_s, source, sink, "pair", ""), score_s
         return [] if best is None else [best]
+
+    def _ready_at_s(self, prefills: Table, row: int) -> float:
+        """When its prompt would be computed there."""
+        own_s = self.work.prompt_tokens * self._stretch(prefills) * prefills.token_s.item(row)
+        return self.cluster.now_s + prefills.wait_s.item(row) + own_s
 
     def _mates(
         self, source: Instance, sinks: Shortlist, mates: dict[int, tuple[float, int]], decodes: Table
@@ -240,6 +256,8 @@ class _View:
         """Why nothing was found: nobody serves it, somebody is too full for it, or it stays away from the rest."""
         if not self.exists:
             return Wait.NO_INSTANCE
+        if self.awaits_turn:
+            return Wait.TURN
         return Wait.PAUSED if self.held_back or self._all_avoided() else Wait.NO_ROOM
 
     def _all_avoided(self) -> bool:
