@@ -145,6 +145,8 @@ class Cluster:
         """A step of it took so long: what is predicted of it follows, slowly and within bounds. One report in
         STEPS_PER_LOOK is enough."""
         hello, role = instance.hello, instance.hello.role
+        if instance.reports % STEPS_PER_LOOK and self.costs.known(hello, role):
+            return
         seen = self.costs.observe(hello, role, work, instance.context_tokens, step_s, factor=instance.factor)
         if seen != instance.factor:
             factor = instance.factor * math.exp(FACTOR_RATE * math.log(seen / instance.factor))

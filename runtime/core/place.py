@@ -35,6 +35,8 @@ class Wait(StrEnum):
     NO_INSTANCE = "no_instance"
     NO_ROOM = "no_room"
     PAUSED = "paused"
+    TURN = "turn"
+    """Only for a place in a batch that is full now."""
 
 
 @message
@@ -105,6 +107,7 @@ class _View:
     is_long: bool
     exists: bool = False
     held_back: bool = False
+    awaits_turn: bool = False
 
     def avoided(self, table: Table, unfit: Mask) -> Mask:
         """Adds those the request stays away from."""
@@ -133,26 +136,30 @@ class _View:
     def _prefill(self, table: Table, flow: float = 0.0) -> Floats:
         return score.prefill(table, self.work, self.rules.weights, self._stretch(table), flow)
 
-    def sinks(self, table: Table, flow: float) -> Shortlist:
-        """Those that would decode what others prefill."""
+    def sinks(self, table: Table, flow: float, ready_at_s: float) -> Shortlist:
+        """Those that would decode what others will have prefilled by `ready_at_s`."""
         work, fits = self.work, table.whole_fits
         scores = score.decode(table, work, flow)
         if not self.request.avoid:
             found = shortlist(scores)
-            _, least_tokens, most_s = table.bounds
-            all_fit = least_tokens >= work.total_tokens or _least(fits, found) >= work.total_tokens
-            if all_fit and (work.tpot_s is None or most_s <= work.tpot_s or self._none_late(found, table)):
+            all_fit = table.bounds[1] >= work.total_tokens or _least(fits, found) >= work.total_tokens
+            if all_fit and self._none_late(found, table, ready_at_s):
                 return found
-        return _fit(scores, self._in_time(table, self.avoided(table, fits < work.total_tokens)))
+        return _fit(scores, self._in_time(table, self.avoided(table, fits < work.total_tokens), ready_at_s))
 
-    def _none_late(self, found: Shortlist, table: Table) -> bool:
+    def _none_late(self, found: Shortlist, table: Table, ready_at_s: float) -> bool:
         """Whether all of these keep the target as far as their own rows say; if not, `too_late` knows more."""
         most_s = self.work.tpot_s
-        return most_s is None or all(table.joined_s.item(row) <= most_s for _, row in found)
+        if most_s is None:
+            return True
+        in_step = table.bounds[2] <= most_s or all(table.joined_s.item(row) <= most_s for _, row in found)
+        return in_step and all(table.free_at_s.item(row) <= ready_at_s for _, row in found)
 
-    def _in_time(self, table: Table, unfit: Mask) -> Mask:
-        late = score.too_late(table, self.work.tpot_s, self.cluster.costs)
+    def _in_time(self, table: Table, unfit: Mask, ready_at_s: float) -> Mask:
+        late = score.too_late(table, self.work, self.cluster.costs, ready_at_s=ready_at_s)
         if late is not None:
+            in_time = table.joined_s <= (self.work.tpot_s or np.inf)
+            self.awaits_turn = self.awaits_turn or bool((late & in_time & ~unfit).any())
             unfit |= late
         return unfit
 
@@ -165,7 +172,7 @@ class _View:
         scores += score.disturbance(table, self.work, self.rules.weights, self._stretch(table))
         if not len(table):
             return []
-        scores[self._in_time(table, unfit)] = np.inf
+        scores[self._in_time(table, unfit, self.cluster.now_s)] = np.inf
         row = int(scores.argmin())
         score_s = scores.item(row) + extra_s
         return [] if score_s == np.inf else [(score_s, table.instances[row], None, reason, text)]
@@ -176,8 +183,11 @@ class _View:
         links, weight, tokens = self.rules.links, self.rules.weights.transfer_s, self.work.prompt_tokens
         hello = prefills.instances[0].hello
         near_s, far_s, flow_s = links.move(hello, tokens, hosts=self.cluster.hosts)
-        sources, sinks = self.sources(prefills, weight * flow_s), self.sinks(decodes, weight * flow_s)
-        if not sources or not sinks:
+        sources = self.sources(prefills, weight * flow_s)
+        if not sources:
+            return []
+        sinks = self.sinks(decodes, weight * flow_s, self._ready_at_s(prefills, sources[0][1]))
+        if not sinks:
             return []
         if hello.gpus or self.cluster.links_down:
             found = self._over_links(sources, sinks, prefills, decodes, near_s, far_s)
@@ -212,6 +222,11 @@ class _View:
                 if score_s < bound_s:
                     best, bound_s = (score_s, row, sink_row), score_s
         return best
+
+    def _ready_at_s(self, prefills: Table, row: int) -> float:
+        """When its prompt would be computed there."""
+        own_s = self.work.prompt_tokens * self._stretch(prefills) * prefills.token_s.item(row)
+        return self.cluster.now_s + prefills.wait_s.item(row) + own_s
 
     def group(self, group: Group) -> list[Candidate]:
         """All ways to run it within one group."""
@@ -249,6 +264,8 @@ class _View:
         """Why nothing was found: nobody serves it, somebody is too full for it, or it stays away from the rest."""
         if not self.exists:
             return Wait.NO_INSTANCE
+        if self.awaits_turn:
+            return Wait.TURN
         return Wait.PAUSED if self.held_back or self._all_avoided() else Wait.NO_ROOM
 
     def _all_avoided(self) -> bool:

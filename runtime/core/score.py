@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+import numpy as np
+
 from trtpd.errors import InputError
 from trtpd.runtime.core.cost import Costs
 from trtpd.runtime.core.message import message
@@ -40,6 +42,15 @@ class Weights:
             if getattr(self, item.name) < 0.0:
                 raise InputError(f"scheduler weight {item.name} is {getattr(self, item.name)}; it must be at least 0")
 
+
+SPARE = 0.5
+"""The part of what a TPOT target has to spare that a sequence may wait for its place: when places come free is known no
+better than the lengths of answers."""
+
+TURN_S = 0.1
+"""A place is not kept waiting for its next sequence if that is ready so much sooner. What would wait longer waits in
+the router: that counts against the target of its first token, not of the further ones, of which a short answer has
+few to make up for it."""
 
 TPOT_USUAL_S = 0.05
 """What a step's length is measured by where a request has no TPOT target."""
@@ -97,12 +108,22 @@ def disturbance(table: Table, work: Work, weights: Weights, stretch: float) -> F
     return found
 
 
-def too_late(table: Table, tpot_s: float | None, costs: Costs) -> Mask | None:
-    """Where the steps of one more sequence would miss its target. None: nowhere, or even an idle instance's would,
-    or nobody knows yet."""
-    if tpot_s is None or not table.open or not costs.known(table.instances[0].hello, table.role):
+def too_late(table: Table, work: Work, costs: Costs, *, ready_at_s: float) -> Mask | None:
+    """Where one more sequence, whose prompt is computed at `ready_at_s`, would miss its target: for the length of the
+    steps, or because it would wait too long for a place in the batch: see spare_s. While nobody knows how long steps
+    are: where there is no place. None: nowhere, or even an idle instance's steps would miss it."""
+    tpot_s = work.tpot_s
+    if tpot_s is None or not table.open or float(table.one_s.min()) > tpot_s:
         return None
-    if float(table.one_s.min()) > tpot_s:
-        return None
+    if not costs.known(table.instances[0].hello, table.role):
+        return table.free_at_s > 0.0
     late: Mask = table.joined_s > tpot_s
+    late |= table.free_at_s > ready_at_s + spare_s(table, tpot_s, work.left_tokens)
     return late
+
+
+def spare_s(table: Table, tpot_s: float, left_tokens: float) -> Floats:
+    """How long a sequence may wait for its place once its prompt is computed, for each instance: what its target has to
+    spare over all its tokens, and at most TURN_S."""
+    found: Floats = np.minimum((tpot_s - table.joined_s) * left_tokens * SPARE, TURN_S)
+    return found

@@ -80,11 +80,17 @@ class Plain:
     def kept_away(self, one: Instance) -> bool:
         return self.request.avoids(one.name, self.cluster.now_s)
 
-    def in_time(self, table: Table, row: int) -> bool:
+    def in_time(self, table: Table, row: int, ready_at_s: float) -> bool:
+        """Whether its steps keep the target, and its batch has a place soon after the prompt is computed."""
         tpot_s = self.work.tpot_s
-        if tpot_s is None or not self.cluster.costs.known(table.instances[0].hello, table.role):
+        if tpot_s is None or table.one_s.min() > tpot_s:
             return True
-        return bool(table.one_s.min() > tpot_s or table.joined_s[row] <= tpot_s)
+        free_at_s = float(table.free_at_s[row])
+        if not self.cluster.costs.known(table.instances[0].hello, table.role):
+            return free_at_s <= 0.0
+        joined_s = float(table.joined_s[row])
+        spare_s = min((tpot_s - joined_s) * self.work.left_tokens * score.SPARE, score.TURN_S)
+        return joined_s <= tpot_s and free_at_s <= ready_at_s + spare_s
 
     def alone(self, table: Table, extra_s: float = 0.0) -> list[Found]:
         """The best instance that would do it all."""
@@ -97,7 +103,7 @@ class Plain:
             for row, one in enumerate(table.instances)
             if min(table.whole_fits[row], table.prefill_fits[row]) >= work.total_tokens
             and not self.kept_away(one)
-            and self.in_time(table, row)
+            and self.in_time(table, row, self.cluster.now_s)
         ]
         return [min(found, key=lambda way: way[0])] if found else []
 
@@ -106,7 +112,15 @@ class Plain:
         weight = self.rules.weights.transfer_s
         hello = group.prefill.instances[0].hello
         near_s, far_s, flow_s = self.rules.links.move(hello, self.work.prompt_tokens, hosts=self.cluster.hosts)
-        sources, sinks = self.sources(group.prefill, weight * flow_s), self.sinks(group.decode, weight * flow_s)
+        sources = self.sources(group.prefill, weight * flow_s)
+        if not sources:
+            return []
+        first = sources[0][1]
+        own_s = self.work.prompt_tokens * group.prefill.stretch(self.work.prompt_tokens)
+        ready_at_s = self.cluster.now_s + float(
+            group.prefill.wait_s[first.row] + own_s * group.prefill.token_s[first.row]
+        )
+        sinks = self.sinks(group.decode, weight * flow_s, ready_at_s)
         found = []
         for (source_s, source), (sink_s, sink) in product(sources, sinks):
             if self.cluster.link_up(source.name, sink.name):
@@ -127,11 +141,13 @@ class Plain:
         ]
         return [(score_s, table.instances[row]) for score_s, row in sorted(found)[:SHORTLIST]]
 
-    def sinks(self, table: Table, flow_s: float) -> list[tuple[float, Instance]]:
+    def sinks(self, table: Table, flow_s: float, ready_at_s: float) -> list[tuple[float, Instance]]:
         scores = self.decode_s(table, flow_s)
         found = [
             (scores[row], row)
             for row, one in enumerate(table.instances)
-            if table.whole_fits[row] >= self.work.total_tokens and not self.kept_away(one) and self.in_time(table, row)
+            if table.whole_fits[row] >= self.work.total_tokens
+            and not self.kept_away(one)
+            and self.in_time(table, row, ready_at_s)
         ]
         return [(score_s, table.instances[row]) for score_s, row in sorted(found)[:SHORTLIST]]
