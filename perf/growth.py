@@ -12,6 +12,8 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from trtpd.perf.resampling import Floats
+
 Verdict = Literal["flat", "grows", "unclear", "too short"]
 
 SPANS = 10
@@ -72,11 +74,11 @@ def _verdict(slope: float, low: float, high: float, limit: float) -> Verdict:
     return "grows" if low > 0.0 and slope > limit else "unclear"
 
 
-def _span_means(values: np.ndarray) -> np.ndarray:
+def _span_means(values: Floats) -> Floats:
     return np.array([part.mean() for part in np.array_split(values, SPANS)])
 
 
-def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
+def _line(x: Floats, y: Floats) -> tuple[float, float]:
     """Slope and its standard error, by least squares."""
     apart = x - x.mean()
     spread = float(apart @ apart)

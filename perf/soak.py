@@ -2,12 +2,12 @@
 
     python -m trtpd.perf.soak [--minutes 60] [--warm-up 10] [--load 0.7] [--every 10] [--output DIR]
 
-The engines are so slow that the whole deployment uses a small part of one core: the verdict is about what grows (memory,
-file descriptors, threads, KV blocks, shared memory), not about latency. First the deployment's capacity is measured, then
-it is loaded with a part of it; some requests are cancelled, some share beginnings, and answers are compared with those the
-idle server gave. Now and then the load pauses: nothing may be held then. Ctrl-C (or SIGTERM) ends it early with the report
-so far. DIR gets report.json, report.txt, growth.csv and samples.csv. Exit status 0 only if all was flat, right and let go
-of.
+The engines are so slow that the whole deployment uses a small part of one core: the verdict is about what grows
+(memory, file descriptors, threads, shared memory, KV blocks), not about latency. First the deployment's capacity is
+measured, then it is loaded with a part of it; some requests are cancelled, some share beginnings, and answers are
+compared with those the idle server gave. Now and then the load pauses: nothing may be held then. Ctrl-C (or SIGTERM)
+ends it early with the report so far. DIR gets report.json, report.txt, growth.csv and samples.csv. Exit status 0 only
+if all was flat, right and let go of.
 """
 
 from __future__ import annotations

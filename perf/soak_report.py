@@ -26,9 +26,9 @@ LIMITS: dict[str, float] = {
     "shm_bytes": MIB,
     "run_files": 0.5,
 }
-"""Growth an hour that is let pass. What has none is shown and not judged: requests and the blocks they hold, which go up
-and down with the load (they are held to 0 whenever the load pauses), latency and CPU, which other work on the machine
-changes, logs, and what fills up to a bound by plan (cached blocks)."""
+"""Growth an hour that is let pass. What has none is shown and not judged: requests and the blocks they hold, which go
+up and down with the load (they are held to 0 whenever the load pauses), latency and CPU, which other work on the
+machine changes, logs, and what fills up to a bound by plan (cached blocks)."""
 
 
 class Watched(msgspec.Struct, frozen=True, kw_only=True):

@@ -24,6 +24,7 @@ from trtpd.perf.process_cpu import label_of
 from trtpd.perf.served import Served
 from trtpd.runtime.serve.client import status
 from trtpd.runtime.serve.rundir import PREFIX as RUN_PREFIX
+from trtpd.runtime.worker.garbage import Collector
 
 Column = tuple[str, str]
 """Who, and what of it: ("router", "rss_bytes")."""
@@ -160,6 +161,7 @@ class Watch:
         self._every_s = every_s
         self._more = more
         self._processes = Processes(server.root)
+        self._collector = Collector()
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="soak-watch", daemon=True)
         self.misses = 0
@@ -179,6 +181,7 @@ class Watch:
         self._thread.join()
 
     def look(self) -> dict[Column, float]:
+        self._collector.look(time.monotonic())
         values = self._processes.look()
         values |= shared_memory(self._processes.pids) | run_files(self._processes.pids) | self._more()
         try:
