@@ -6,6 +6,7 @@ Requests are serialised before they are due, and a response is timed before it i
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -154,7 +155,7 @@ def _raw(kind: str, value: object) -> bytes:
 def _tokens(response: Any) -> int:
     for output in response.outputs:
         if output.name == "output_ids":
-            return int(np.prod(output.shape))
+            return math.prod(output.shape)
     return 0
 
 

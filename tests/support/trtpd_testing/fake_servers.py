@@ -85,10 +85,11 @@ class ScriptedTransport:
 
 @dataclass
 class FakeServer:
-    """A server in a thread of its own. `sent_s` are the instants (monotonic) at which it wrote each request's
-    tokens; `bodies` what it was asked."""
+    """A server in a thread of its own. `came_s` is the instant (monotonic) at which it got each request, `sent_s` those
+    at which it wrote the request's tokens; `bodies` what it was asked."""
 
     address: str = ""
+    came_s: dict[int, float] = field(default_factory=dict)
     sent_s: dict[int, list[float]] = field(default_factory=dict)
     bodies: list[Any] = field(default_factory=list)
     cancelled: int = 0
@@ -137,6 +138,7 @@ class _Triton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[mi
                 yield service_pb2.ModelStreamInferResponse(error_message=self._errors[number])
                 continue
             began_s, instants = loop.time(), self._script(number, loop.time())
+            self._server.came_s[number] = began_s
             try:
                 for index, at_s in enumerate(instants):
                     await asyncio.sleep(max(0.0, began_s + at_s - loop.time()))
@@ -229,6 +231,7 @@ def fake_openai(script: Script, *, statuses: dict[int, int] | None = None, cut: 
             stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
             await stream.prepare(request)
             began_s, instants = loop.time(), script(number, loop.time())
+            server.came_s[number] = began_s
             for at_s in instants:
                 await asyncio.sleep(max(0.0, began_s + at_s - loop.time()))
                 server.sent_s.setdefault(number, []).append(loop.time())
