@@ -39,6 +39,7 @@ from trtpd.runtime.serve.sampling_inputs import with_words
 from trtpd.runtime.serve.sinks import Answers, CollectSink, Responder, TritonSink, Wanted
 from trtpd.runtime.serve.stage_model import build_of
 from trtpd.runtime.serve.text import TextLayer
+from trtpd.runtime.worker.garbage import set_aside
 from trtpd.runtime.worker.link import RouterLink
 from trtpd.runtime.worker.session import fresh_id
 
@@ -92,6 +93,7 @@ class PipelineModel:
         except TrtpdError:
             self._driver.stop()
             raise
+        set_aside()
         threading.Thread(target=self._watch_drain, name="drain", daemon=True).start()
 
     def execute(self, requests: list[Any]) -> None:

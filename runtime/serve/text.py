@@ -99,7 +99,16 @@ class TextLayer:
             return ByteLevelDetokenizer(self._token_bytes)
         return WindowDetokenizer(self.decode)
 
+    @cached_property
+    def _bytes_of(self) -> list[bytes]:
+        """Of every token, made at once: filled one by one it would be memory that grows for hours."""
+        return [self._made_bytes(token) for token in range(self.vocab_size)]
+
     def _token_bytes(self, token: int) -> bytes:
+        known = self._bytes_of
+        return known[token] if 0 <= token < len(known) else self._made_bytes(token)
+
+    def _made_bytes(self, token: int) -> bytes:
         text = self._tokenizer.id_to_token(token)
         return b"" if text is None else _byte_level_bytes(text)
 
@@ -133,7 +142,6 @@ def _byte_of_char() -> dict[str, int]:
     return {chr(b): b for b in printable} | {chr(0x100 + n): b for n, b in enumerate(others)}
 
 
-@lru_cache(maxsize=1 << 17)
 def _byte_level_bytes(token: str) -> bytes:
     """An added token may hold characters outside that alphabet: it stands for itself then."""
     table = _byte_of_char()
