@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 
 import msgspec
@@ -13,7 +14,16 @@ from trtpd.errors import InputError, ServeError
 from trtpd.perf.bench import BenchOptions, Target, drive, fitted
 from trtpd.perf.environment import Environment, this_environment
 from trtpd.perf.make_workload import Wanted, make
-from trtpd.perf.perf_analyzer import Agreement, Analyzer, Latencies, Load, agreement, input_data, latencies
+from trtpd.perf.perf_analyzer import (
+    Agreement,
+    Analyzer,
+    Latencies,
+    Load,
+    agreement,
+    input_data,
+    latencies,
+    with_new_text,
+)
 from trtpd.perf.perf_analyzer_tool import find_tool
 from trtpd.perf.report import NOTHING, Table
 from trtpd.runtime.serve.client import status
@@ -60,7 +70,6 @@ def analyze(options: AnalyzeOptions, *, progress: Progress) -> AnalyzeResult:
     wanted = fitted(options.wanted, found)
     options.folder.mkdir(parents=True, exist_ok=True)
     data = options.folder / f"{options.model}.inputs.json"
-    data.write_bytes(input_data(make(_at(wanted, options.loads[0])), options.model))
     analyzer = Analyzer(
         tool=tool,
         url=options.url,
@@ -94,22 +103,32 @@ def _take_turns(
     theirs: list[list[Latencies]] = [[] for _ in options.loads]
     ours: list[list[Latencies]] = [[] for _ in options.loads]
     end_s, done, total = time.monotonic() + options.budget_s, 0, options.repeats * len(options.loads)
+    texts = count()
+
+    def run_theirs(index: int, load: Load, repeat: int) -> None:
+        workload = with_new_text(make(_at(wanted, load)), next(texts))
+        analyzer.data.write_bytes(input_data(workload, options.model))
+        theirs[index].append(analyzer.run(load, wanted.requests, f"{_name(load)}.{repeat}"))
+
+    def run_ours(index: int, load: Load, repeat: int) -> None:
+        ours[index].append(_ours(options, wanted, load, next(texts)))
+
     for repeat in range(options.repeats):
         for index, load in enumerate(options.loads):
             if time.monotonic() > end_s:
                 return theirs, ours, False
-            theirs[index].append(analyzer.run(load, wanted.requests, f"{_name(load)}.{repeat}"))
-            if options.ours:
-                ours[index].append(_ours(options, wanted, load))
+            turns = (run_theirs, run_ours)[:: 1 if repeat % 2 == 0 else -1] if options.ours else (run_theirs,)
+            for run in turns:
+                run(index, load, repeat)
             done += 1
             progress("runs", done, total)
     return theirs, ours, True
 
 
-def _ours(options: AnalyzeOptions, wanted: Wanted, load: Load) -> Latencies:
+def _ours(options: AnalyzeOptions, wanted: Wanted, load: Load, text: int) -> Latencies:
     """From the instant of sending, as perf_analyzer does it, and whatever else our client accounts for left out."""
     target = Target(url=options.url, model=options.model)
-    workload = make(_at(wanted, load))
+    workload = with_new_text(make(_at(wanted, load)), text)
     run, _ = drive(BenchOptions(target=target, wanted=wanted), workload, lambda stage, done, total: None)
     sent = [(r.sent_s, r.at_s) for r in run.records if r.sent_s is not None and r.state == "finished"]
     if not sent and run.records:
@@ -117,7 +136,7 @@ def _ours(options: AnalyzeOptions, wanted: Wanted, load: Load) -> Latencies:
         raise ServeError(
             f"none of our requests to {options.model} finished: {first.state} {first.reason} {first.message}"
         )
-    return latencies(sent)
+    return latencies(sent, opening=load.opening)
 
 
 def _at(wanted: Wanted, load: Load) -> Wanted:

@@ -12,6 +12,7 @@ import numpy as np
 
 from trtpd.errors import TrtpdError
 from trtpd.perf.records import Record
+from trtpd.perf.slo import Slo
 
 LOOK_EVERY_S = 0.02
 LATE_FLOOR_S = 0.010
@@ -64,9 +65,20 @@ def late_limit_s(records: Sequence[Record]) -> float:
     return max(LATE_FLOOR_S, min(limits))
 
 
-def refuse_if_bottleneck(health: ClientHealth, records: Sequence[Record]) -> None:
-    """Raises BottleneckError with what to do."""
-    limit_s = late_limit_s(records)
+def late_limit_for(slo: Slo) -> float:
+    """How late the client may be (p99) where targets are what counts: the same for all that is held to them.
+    LATE_FLOOR_S, or more where that is still little beside the shortest TTFT target and the TPOT target."""
+    limits = [
+        share * target_s
+        for share, target_s in ((LATE_SHARE_OF_TTFT, slo.ttft_for(1)), (LATE_SHARE_OF_GAP, slo.tpot_s))
+        if target_s is not None
+    ]
+    return max(LATE_FLOOR_S, min(limits, default=LATE_FLOOR_S))
+
+
+def refuse_if_bottleneck(health: ClientHealth, records: Sequence[Record], limit_s: float | None = None) -> None:
+    """Raises BottleneckError with what to do. `limit_s` None: by what was measured."""
+    limit_s = late_limit_s(records) if limit_s is None else limit_s
     faults = health.faults(limit_s)
     if faults:
         raise BottleneckError(

@@ -14,15 +14,17 @@ import numpy as np
 from trtpd.perf import interference, plots
 from trtpd.perf.bench import SCALES
 from trtpd.perf.bench_report import setting_table, stage_bars
-from trtpd.perf.compare import Comparison, Point
+from trtpd.perf.comparison import Comparison, Point
 from trtpd.perf.report import NOTHING, Page, Section, Table, number, write_report
 from trtpd.perf.resampling import Distribution
 from trtpd.perf.verdict import (
     arms_of,
     best,
+    gap_spread,
     goodput_at,
     scale_curve,
     short_kind,
+    short_records,
     tpot_spread,
     usable,
     verdict,
@@ -57,6 +59,9 @@ def document(comparison: Comparison) -> dict[str, Any]:
         "rates": list(comparison.rates),
         "tuning": msgspec.to_builtins(comparison.choices),
         "complete": comparison.complete,
+        "skipped": list(comparison.skipped),
+        "late_limit_s": comparison.late_limit_s,
+        "patience_s": comparison.patience_s,
         "verdict": verdict(comparison),
         "remarks": remarks(comparison),
         "environment": msgspec.to_builtins(comparison.environment),
@@ -67,7 +72,7 @@ def document(comparison: Comparison) -> dict[str, Any]:
 
 
 def remarks(comparison: Comparison) -> list[str]:
-    """Runs that can't be used, and drift."""
+    """Runs that can't be used, drift, and what was not measured."""
     found = []
     for point in comparison.points:
         where = f"{point.file.arm} at {point.file.rate:g} requests/s, repeat {point.file.repeat}"
@@ -75,6 +80,7 @@ def remarks(comparison: Comparison) -> list[str]:
             found.append(f"{where}: left out, {point.file.fault}.")
         elif any(drift.flagged for drift in point.figures.drift.values()):
             found.append(f"{where}: latencies drifted, so its queue had no steady state.")
+    found += comparison.skipped
     environment = comparison.environment
     if environment.load_average > 0.5 * environment.cpus_usable:
         found.append(f"The load average was {environment.load_average:g} at the start: other work ran here.")
@@ -155,6 +161,27 @@ def _cpu(points: Sequence[Point]) -> dict[str, float]:
     return {kind: float(np.mean(values)) for kind, values in sorted(used.items())}
 
 
+def _cpu_table(comparison: Comparison) -> Table:
+    """Cores in use, and whether the client kept up, each arm at its best rate."""
+    rows = []
+    kinds: dict[str, None] = {}
+    used = {}
+    for arm in arms_of(comparison):
+        top = best(comparison, arm)
+        points = usable(comparison.points, arm, top.rate) if top is not None else []
+        if top is not None and points:
+            used[arm] = (top.rate, points, _cpu(points))
+            kinds |= dict.fromkeys(used[arm][2])
+    for arm, (rate, points, cores) in used.items():
+        late = [point.file.health for point in points]
+        lateness = max(one.late_p99_s for one in late), max(one.lag_p99_s for one in late)
+        nice = ", ".join(sorted({f"{point.file.client_nice:d}" for point in points}))
+        cells = [number(cores.get(kind)) for kind in kinds]
+        rows.append((f"{arm}, {rate:g}", *cells, *(f"{one * 1e3:.1f}" for one in lateness), nice))
+    client = ("client sent late p99, ms", "saw late p99, ms", "its nice")
+    return Table(headings=("arm, requests/s", *(f"{kind}, cores" for kind in kinds), *client), rows=rows)
+
+
 def _sections(comparison: Comparison, drawn: Mapping[str, object]) -> list[Section]:
     def there(*names: str) -> list[str]:
         return [name for name in names if name in drawn]
@@ -175,8 +202,16 @@ def _sections(comparison: Comparison, drawn: Mapping[str, object]) -> list[Secti
         ),
         Section(heading="Latency", tables=[_latency_table(comparison)]),
         Section(heading="Where the time to the first token goes", plots=there("stages")),
-        Section(heading="CPU: client, Triton, router and engines share the cores in every arm", plots=there("cpu")),
-        Section(heading="Tuning", tables=[_tuning_table(comparison)], note="On requests of another seed."),
+        Section(
+            heading="CPU: client, Triton, router and engines share the cores in every arm",
+            tables=[_cpu_table(comparison)],
+            plots=there("cpu"),
+        ),
+        Section(
+            heading="Tuning",
+            tables=[_tuning_table(comparison)],
+            note="On requests of another seed: the share served within targets, mean over targets times 0.5 to 2.",
+        ),
         Section(heading="Setting", tables=[setting_table(comparison.environment, _setting(comparison))]),
     ]
 
@@ -202,16 +237,21 @@ def _mean_range(values: Sequence[float]) -> str:
 
 def _latency_table(comparison: Comparison) -> Table:
     kind = short_kind(comparison)
-    headings = ("arm, requests/s", "TTFT p50", "p99", "TPOT p50", "p99", "ITL p99", "2nd token p99", "completion")
-    spread = f"TPOT p99/p50{f' of {kind}' if kind else ''}"
+    headings = (
+        "arm, requests/s", "TTFT p50, ms", "p99", "TPOT p50, ms", "p99", "ITL p50, ms", "p99", "2nd token p99, ms",
+        "completion",
+    )  # fmt: skip
+    of_kind = f" of {kind}" if kind else ""
+    spreads = (f"TPOT p99/p50{of_kind}", f"ITL p99/p50{of_kind}")
     rows = []
     for arm in arms_of(comparison):
         for rate in comparison.rates:
             points = usable(comparison.points, arm, rate)
             if points:
-                records = [r for p in points for r in p.records if kind is None or r.kind == kind]
-                rows.append((f"{arm}, {rate:g}", *_latency_cells(points), number(tpot_spread(records))))
-    return Table(headings=(*headings, spread), rows=rows)
+                records = short_records(comparison, arm, rate)
+                spreads = number(tpot_spread(records)), number(gap_spread(records))
+                rows.append((f"{arm}, {rate:g}", *_latency_cells(points), *spreads))
+    return Table(headings=(*headings, *spreads), rows=rows)
 
 
 def _latency_cells(points: Sequence[Point]) -> list[str]:
@@ -233,6 +273,7 @@ def _latency_cells(points: Sequence[Point]) -> list[str]:
         ("ttft", "p99"),
         ("tpot", "p50"),
         ("tpot", "p99"),
+        ("itl", "p50"),
         ("itl", "p99"),
         ("second_token", "p99"),
     )
@@ -247,7 +288,7 @@ def _tuning_table(comparison: Comparison) -> Table:
             rows.append((choice.arm, f"{label}{' (taken)' if label == choice.variant else ''}", number(good)))
         if not choice.tried:
             rows.append((choice.arm, f"{choice.variant} (the only one)", NOTHING))
-    return Table(headings=("arm", "variant", "goodput, requests/s"), rows=rows)
+    return Table(headings=("arm", "variant", "share served in time"), rows=rows)
 
 
 def _cores(comparison: Comparison) -> str:
@@ -263,6 +304,8 @@ def _setting(comparison: Comparison) -> list[tuple[str, str]]:
         ("build", comparison.plan.fingerprint),
         ("unloaded first token by prompt tokens", points),
         ("a point lasts about", f"{comparison.plan.point_s:g} s"),
+        ("a client gives up after", f"{comparison.patience_s:.1f} s"),
+        ("a run is left out if the client was late (p99) by more than", f"{comparison.late_limit_s * 1e3:.1f} ms"),
     ]
 
 

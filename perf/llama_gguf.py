@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,15 @@ from trtpd.build.tensors import F32Array
 from trtpd.errors import InputError
 
 GGUF_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0")
+PLAIN, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
+"""GGUF's types of tokens."""
 
 
-def write_gguf(checkpoint: Checkpoint, path: Path, kind: str) -> None:
+def write_gguf(checkpoint: Checkpoint, path: Path, kind: str, *, tokenizer: bool = False) -> None:
     """Writes a Llama with its matrices in the GGUF type `kind` and its vectors in F32, one tensor in memory at a
-    time where GGUF's writer allows it; whole or not at all. The vocabulary has names and no merges: prompts come as
-    token ids. Raises InputError for another family than Llama."""
+    time where GGUF's writer allows it; whole or not at all. With `tokenizer` it takes text, by the checkpoint's own
+    byte-level BPE; else the vocabulary has names and no merges, and prompts come as token ids. Raises InputError for
+    another family than Llama, or another tokenizer."""
     import gguf
 
     arch = checkpoint.architecture
@@ -30,6 +34,10 @@ def write_gguf(checkpoint: Checkpoint, path: Path, kind: str) -> None:
     part = path.with_suffix(".part")
     writer = gguf.GGUFWriter(part, "llama", use_temp_file=True)
     _describe(writer, checkpoint)
+    if tokenizer:
+        _add_tokenizer(writer, checkpoint)
+    else:
+        _add_names(writer, checkpoint)
     for name in expected_shapes(arch):
         values = _rows(name, checkpoint)
         stored = gguf.GGMLQuantizationType.F32 if values.ndim == 1 else target
@@ -57,14 +65,42 @@ def _describe(writer: Any, checkpoint: Checkpoint) -> None:
     writer.add_rope_freq_base(arch.rope_theta)
     writer.add_vocab_size(arch.vocab_size)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list([f"token{index}" for index in range(arch.vocab_size)])
-    writer.add_token_types([1] * arch.vocab_size)
-    writer.add_token_merges(["t o"])
     end = checkpoint.end_ids[0] if checkpoint.end_ids else 0
     writer.add_bos_token_id(end)
     writer.add_eos_token_id(end)
     writer.add_add_bos_token(False)
+
+
+def _add_names(writer: Any, checkpoint: Checkpoint) -> None:
+    vocab_size = checkpoint.architecture.vocab_size
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([f"token{index}" for index in range(vocab_size)])
+    writer.add_token_types([PLAIN] * vocab_size)
+    writer.add_token_merges(["t o"])
+
+
+def _add_tokenizer(writer: Any, checkpoint: Checkpoint) -> None:
+    """From tokenizer.json: byte-level BPE, with or without digits one by one (gpt-2, smollm)."""
+    path = checkpoint.path / "tokenizer.json"
+    try:
+        found = json.loads(path.read_bytes())
+        vocab, merges, added = found["model"]["vocab"], found["model"]["merges"], found["added_tokens"]
+        steps = found["pre_tokenizer"].get("pretokenizers", [found["pre_tokenizer"]])
+        kinds = [step["type"] for step in steps]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{path}: not a byte-level BPE tokenizer ({error!r})") from error
+    if kinds not in (["ByteLevel"], ["Digits", "ByteLevel"]):
+        raise InputError(f"{path}: cuts text by {', '.join(kinds)}; only gpt-2's and SmolLM's ways are written as GGUF")
+    vocab_size = checkpoint.architecture.vocab_size
+    tokens, types = [f"<unused{index}>" for index in range(vocab_size)], [UNUSED] * vocab_size
+    for token, index in vocab.items():
+        tokens[index], types[index] = token, PLAIN
+    for one in added:
+        tokens[one["id"]], types[one["id"]] = one["content"], CONTROL if one["special"] else USER_DEFINED
+    writer.add_tokenizer_pre("smollm" if "Digits" in kinds else "gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
 
 
 def _rows(name: str, checkpoint: Checkpoint) -> F32Array:

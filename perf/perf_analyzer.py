@@ -1,7 +1,9 @@
 """The outside instrument: NVIDIA's perf_analyzer over gRPC streaming, its figures beside ours.
 
-Both ask the same requests of the same server at the same loads, in turn (so that a machine that drifts drifts for
-both). Each figure is the median of the runs' medians.
+Both ask requests of the same lengths, in the same order, of the same server at the same loads, in turn (so that a
+machine that drifts drifts for both). The text is new in each run: a prefix cache would answer whoever asks second. The
+first requests of a closed loop come all at once, in an order that is chance, and are left out of both. Each figure is
+the median of the runs' medians.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import numpy as np
 
 from trtpd.errors import ServeError
 from trtpd.perf.perf_analyzer_tool import Tool
-from trtpd.perf.prompt_text import Renderer
+from trtpd.perf.prompt_text import Renderer, Segment
 from trtpd.perf.workload import Workload
 
 AGREE = 0.10
@@ -35,6 +37,11 @@ class Load:
 
     def __str__(self) -> str:
         return f"concurrency {self.concurrency}" if self.concurrency is not None else f"{self.rate:g} requests/s"
+
+    @property
+    def opening(self) -> int:
+        """How many requests come at once when a run begins."""
+        return self.concurrency or 0
 
     def flags(self) -> list[str]:
         if self.concurrency is not None:
@@ -68,6 +75,17 @@ class Agreement(msgspec.Struct, frozen=True, kw_only=True):
         return bool(ratios) and all(abs(ratio - 1.0) <= AGREE for ratio in ratios)
 
 
+def with_new_text(workload: Workload, run: int) -> Workload:
+    """The same lengths and instants, in words that no other `run` has; what requests share within a run, they share."""
+    asks = (
+        msgspec.structs.replace(
+            ask, segments=tuple(Segment(seed=one.seed + (run << 64), tokens=one.tokens) for one in ask.segments)
+        )
+        for ask in workload.asks
+    )
+    return msgspec.structs.replace(workload, asks=tuple(asks))
+
+
 def input_data(workload: Workload, model: str) -> bytes:
     """perf_analyzer's --input-data: the workload's requests in order, tensors as `model` takes them."""
     renderer = Renderer()
@@ -85,7 +103,8 @@ def input_data(workload: Workload, model: str) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Analyzer:
-    """Runs the tool against one model. Its files go into `folder`. `extra` are arguments of the user's own."""
+    """Runs the tool against one model. Its files go into `folder`. `extra` are arguments of the user's own. `data` is
+    the file its inputs are written to before a run."""
 
     tool: Tool
     url: str
@@ -119,18 +138,19 @@ class Analyzer:
         if done.returncode != 0 or not export.is_file():
             said = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
             raise ServeError(f"perf_analyzer failed ({done.returncode}) at {load}: {' '.join(said[-3:]) or 'no word'}")
-        return read_export(export)
+        return read_export(export, opening=load.opening)
 
 
-def read_export(path: Path) -> Latencies:
-    """Of the first experiment in a profile export. Raises ServeError for a file of another shape."""
+def read_export(path: Path, *, opening: int = 0) -> Latencies:
+    """Of the first experiment in a profile export. Raises ServeError for a file of another shape. `opening`: see
+    latencies."""
     try:
         document = msgspec.json.decode(path.read_bytes())
         experiment = document["experiments"][0]
         requests = [_instants(request) for request in experiment["requests"]]
     except (msgspec.MsgspecError, KeyError, IndexError, TypeError) as error:
         raise ServeError(f"{path}: not a profile export of perf_analyzer ({error!r})") from error
-    return latencies(requests)
+    return latencies(requests, opening=opening)
 
 
 def _instants(request: Mapping[str, Any]) -> tuple[float, list[float]]:
@@ -142,9 +162,11 @@ def _instants(request: Mapping[str, Any]) -> tuple[float, list[float]]:
     return request["timestamp"] / 1e9, [stamp / 1e9 for stamp in stamps]
 
 
-def latencies(requests: Sequence[tuple[float, Sequence[float]]]) -> Latencies:
-    """From (sent, arrivals) of each request, by the same rule for both instruments."""
-    answered = [(sent_s, list(at_s)) for sent_s, at_s in requests if at_s]
+def latencies(requests: Sequence[tuple[float, Sequence[float]]], *, opening: int = 0) -> Latencies:
+    """From (sent, arrivals) of each request, by the same rule for both instruments. The `opening` that were sent first
+    are left out."""
+    later = sorted(requests, key=lambda request: request[0])[opening:]
+    answered = [(sent_s, list(at_s)) for sent_s, at_s in later if at_s]
     ttft = [at_s[0] - sent_s for sent_s, at_s in answered]
     gaps = [later - earlier for _, at_s in answered for earlier, later in pairwise(at_s)]
     ttft_p50, ttft_p99 = _quantiles(ttft)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trtpd.perf.compare import Comparison, Point
 from trtpd.perf.compare_arms import CHUNKED, COLOCATED, SPLIT
+from trtpd.perf.comparison import Comparison, Point
 from trtpd.perf.goodput import attainment_over_scale
 from trtpd.perf.records import Record
 from trtpd.perf.report import number
@@ -17,11 +17,13 @@ CLEAR = 1.1
 """Below this ratio two arms are called alike."""
 
 TARGETS = {COLOCATED: 2.0, CHUNKED: 1.2}
+STEADY = 1.3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Best:
-    """An arm's highest goodput over the rates: mean over repeats, and its least and greatest."""
+    """An arm's highest goodput over the rates it was measured at most often (one lucky run is no best): mean over
+    repeats, and its least and greatest."""
 
     rate: float
     goodput: float
@@ -43,9 +45,10 @@ def goodput_at(points: Sequence[Point], arm: str, rate: float) -> list[float]:
 def best(comparison: Comparison, arm: str) -> Best | None:
     """None for an arm without a usable run."""
     found: Best | None = None
-    for rate in comparison.rates:
-        values = goodput_at(comparison.points, arm, rate)
-        if values and (found is None or float(np.mean(values)) > found.goodput):
+    runs = {rate: goodput_at(comparison.points, arm, rate) for rate in comparison.rates}
+    most = max(map(len, runs.values()), default=0)
+    for rate, values in runs.items():
+        if values and len(values) == most and (found is None or float(np.mean(values)) > found.goodput):
             found = Best(rate=rate, goodput=float(np.mean(values)), low=min(values), high=max(values))
     return found
 
@@ -85,6 +88,7 @@ def verdict(comparison: Comparison) -> list[str]:
             continue
         lines.append(_against(split, other, arm, target))
     lines += _crossing(comparison)
+    lines += _steadiness(comparison)
     lines += _cost(comparison)
     if not comparison.complete:
         lines.append("The budget ended before all runs were made; the same command goes on.")
@@ -127,6 +131,44 @@ def _crossing(comparison: Comparison) -> list[str]:
     if losses:
         found.append(f"It is not clearly ahead at {', '.join(losses)} requests/s.")
     return found
+
+
+def _steadiness(comparison: Comparison) -> list[str]:
+    """How even the pace of the requests that long prompts disturb is, each arm at its best rate."""
+    kind = short_kind(comparison)
+    said = []
+    for arm in arms_of(comparison):
+        top = best(comparison, arm)
+        if top is None:
+            continue
+        records = short_records(comparison, arm, top.rate)
+        spread, gaps = tpot_spread(records), gap_spread(records)
+        if spread is not None and gaps is not None:
+            said.append(f"{arm} {number(spread)} ({number(gaps)}) at {top.rate:g} requests/s")
+    if not said:
+        return []
+    whose = f"the {kind} requests'" if kind else "the requests'"
+    return [f"p99 over p50 of {whose} TPOT, and in brackets of their single gaps: {'; '.join(said)} (aim: {STEADY:g})."]
+
+
+def short_records(comparison: Comparison, arm: str, rate: float) -> list[Record]:
+    """Requests of the shortest kind behind the warm-up, over the usable runs."""
+    kind = short_kind(comparison)
+    return [
+        record
+        for point in usable(comparison.points, arm, rate)
+        for record in point.records
+        if (kind is None or record.kind == kind) and record.scheduled_s >= point.figures.warm_up_s
+    ]
+
+
+def gap_spread(records: Sequence[Record]) -> float | None:
+    """p99 over p50 of all token gaps of finished requests; None below 100 of them."""
+    gaps = [gap for record in records if record.state == "finished" for gap in record.gaps_s()]
+    if len(gaps) < 100:
+        return None
+    p50, p99 = np.percentile(np.array(gaps, dtype=np.float64), (50, 99))
+    return float(p99 / p50) if p50 > 0.0 else None
 
 
 def _cost(comparison: Comparison) -> list[str]:

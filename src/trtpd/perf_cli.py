@@ -280,10 +280,18 @@ def add_compare(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("build", type=Path, metavar="BUILD", help="a build with prefill and decode pools and their cores")
     add_workload_arguments(sub)
     runs = sub.add_argument_group("runs")
-    runs.add_argument("--rates", default="", metavar="R,...", help="requests a second (default: around the capacity)")
+    runs.add_argument(
+        "--rates", default="", metavar="R,...", help="requests a second (default: each arm's best is sought)"
+    )
     runs.add_argument("--repeats", type=int, default=2, metavar="N", help="of each arm at each rate, arms in turn")
     runs.add_argument("--point-s", type=float, default=60.0, metavar="S", help="how long one rate is held")
-    runs.add_argument("--chunks", default="64,128,256,512", metavar="N,...", help="chunk sizes the tuning tries")
+    runs.add_argument("--chunks", default="32,64,128,256,512", metavar="N,...", help="chunk sizes the tuning may try")
+    runs.add_argument(
+        "--like",
+        type=Path,
+        metavar="FOLDER",
+        help="take targets and tuned variants of another comparison of this build on this machine",
+    )
     runs.add_argument("--budget-s", type=float, default=3600.0, metavar="S", help="no step begins that would end later")
     runs.add_argument(
         "--outside", default="", metavar="CMD", help="another OpenAI server as an arm; {port} in it is filled"
@@ -316,6 +324,7 @@ def compare(args: argparse.Namespace) -> int:
         budget_s=args.budget_s,
         chunks=numbers(args.chunks, int, "--chunks"),
         outside=args.outside,
+        like=args.like,
     )
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does: its servers go with it
     with console.progress() as progress:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,14 +14,17 @@ from trtpd.errors import InputError
 from trtpd.perf import compare as room
 from trtpd.perf import compare_report, interference
 from trtpd.perf.bench import Target
+from trtpd.perf.client_health import LATE_FLOOR_S, late_limit_for
 from trtpd.perf.compare import CompareOptions, Comparer
-from trtpd.perf.compare_arms import CHUNKED, COLOCATED, SPLIT, cores_of, variants
+from trtpd.perf.compare_arms import CHUNKED, COLOCATED, OUTSIDE, SPLIT, cores_of, next_variant, variants
 from trtpd.perf.lengths import LengthFit
 from trtpd.perf.make_workload import Wanted
+from trtpd.perf.priority import before_others
+from trtpd.perf.slo import FixedSlo
 from trtpd.perf.verdict import best, verdict
 
-POOL = {"instances": 1, "tp": 1, "threads": 1, "max_batch": 8, "kv_tokens": 2048}
-POOLS = {"prefill": POOL | {"cores": [0]}, "decode": POOL | {"cores": [1]}}
+POOL = {"instances": 1, "tp": 1, "threads": 1, "max_batch": 8, "kv_tokens": 2048, "chunk_tokens": 256}
+POOLS = {"prefill": POOL | {"cores": [0]}, "decode": POOL | {"cores": [1]}, "elastic": False}
 
 
 def write_manifest(folder, pools):
@@ -46,14 +50,67 @@ def test_arms_share_the_cores_and_the_kv_memory(tmp_path):
             assert pool["max_step_tokens"] >= pool["chunk_tokens"]
     assert {v.pools["mixed"]["chunk_tokens"] for v in found[COLOCATED]} == {1024}
     assert {v.pools["mixed"]["chunk_tokens"] for v in found[CHUNKED]} == {64, 128}
-    assert [(v.pools["prefill"]["cores"], v.pools["decode"]["cores"]) for v in found[SPLIT]] == [([0], [1])]
+    assert {(*v.pools["prefill"]["cores"], *v.pools["decode"]["cores"]) for v in found[SPLIT]} == {(0, 1)}
+    assert [v.scheduler["local_prompt_tokens"] for v in found[SPLIT]] == [0, 0, 256, 256]
 
 
 def test_every_split_of_more_cores_is_tried(tmp_path):
     pools = {"prefill": POOL | {"cores": [0, 1]}, "decode": POOL | {"cores": [2, 3]}}
-    splits = variants(read_manifest(write_manifest(tmp_path, pools)))[SPLIT]
-    assert [v.pools["prefill"]["threads"] for v in splits] == [1, 2, 3]
-    assert len({v.folder for v in splits}) == 3
+    splits = variants(read_manifest(write_manifest(tmp_path, pools)), chunks=(64,))[SPLIT]
+    assert [v.pools["prefill"]["threads"] for v in splits] == [1, 1, 2, 2, 3, 3]
+    assert len({v.folder for v in splits}) == 6
+
+
+def tried(candidates, good):
+    """What a tuning tries, in its order, if GOOD says how good a variant is."""
+    scores = {}
+    while (variant := next_variant(candidates, scores)) is not None:
+        assert variant.label not in scores
+        scores[variant.label] = good(variant)
+    return list(scores)
+
+
+def test_tuning_tries_each_group_once_and_then_climbs_the_best_ones_chunks(tmp_path):
+    chunked = variants(read_manifest(write_manifest(tmp_path, POOLS)))[CHUNKED]
+    best_at = {"1 x 2 threads": 0.5, "2 x 1 threads": 1.0}
+    order = tried(chunked, lambda v: best_at[v.group] - abs(v.pools["mixed"]["chunk_tokens"] - 64) / 1e4)
+    assert order == [
+        "1 x 2 threads, chunks of 128",
+        "2 x 1 threads, chunks of 128",
+        "2 x 1 threads, chunks of 256",
+        "2 x 1 threads, chunks of 64",
+        "2 x 1 threads, chunks of 32",
+    ]
+
+
+def test_the_client_is_held_to_the_targets_and_not_to_what_a_slow_arm_took():
+    assert late_limit_for(FixedSlo(ttft_s=1.0, tpot_s=0.08)) == pytest.approx(0.02)
+    assert late_limit_for(FixedSlo(ttft_s=0.3, tpot_s=0.2)) == pytest.approx(0.015)
+    assert late_limit_for(FixedSlo(ttft_s=1.0, tpot_s=0.02)) == LATE_FLOOR_S
+    assert late_limit_for(FixedSlo()) == LATE_FLOOR_S
+
+
+def test_the_client_goes_back_to_its_own_priority():
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    with before_others() as nice:
+        assert nice == os.getpriority(os.PRIO_PROCESS, 0) <= before
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before
+
+
+def test_an_outside_server_is_called_by_what_it_runs(tmp_path):
+    manifest = read_manifest(write_manifest(tmp_path, POOLS))
+    labels = {
+        "/opt/llama-server -m x.gguf --port {port}": "llama-server",
+        "/venv/bin/python -P -m trtpd.perf.llama_server --port {port}": "llama_server",
+    }
+    folders = set()
+    for command, label in labels.items():
+        (found,) = variants(manifest, outside=command)[OUTSIDE]
+        assert found.label == label
+        folders |= {found.folder, *(one.folder for one in variants(manifest, outside=command + " -v")[OUTSIDE])}
+    assert len(folders) == 4
+    with pytest.raises(InputError, match=r"no \{port\}"):
+        variants(manifest, outside="llama-server")
 
 
 @pytest.mark.parametrize(
@@ -84,7 +141,7 @@ def arms(monkeypatch):
             yield Target(url=server.address, openai=True)
 
     monkeypatch.setattr(Comparer, "_serve", serve)
-    monkeypatch.setattr(room, "refuse_if_bottleneck", lambda health, records: None)
+    monkeypatch.setattr(room, "refuse_if_bottleneck", lambda *_: None)
     monkeypatch.setattr(interference, "FIRST_PROMPT_S", 0.2)
     monkeypatch.setattr(interference, "LEAST_PAUSE_S", 0.2)
     monkeypatch.setattr(room, "FACTOR", 0.625)  # of a colocated gap: between the other two

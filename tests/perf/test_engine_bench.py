@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from trtpd_testing.tiny import write_model
 
 from trtpd.build.checkpoint import open_checkpoint
 from trtpd.build.gguf_model import GgufFile
+from trtpd.build.gguf_tokenizer import build_tokenizer
 from trtpd.errors import InputError
 from trtpd.perf import engine_bench
 from trtpd.perf.engine_bench import OURS, Results, rows_of
@@ -54,6 +57,32 @@ def test_a_model_as_gguf_reads_back_as_itself(tmp_path: Path) -> None:
     assert found.architecture.num_key_value_heads == checkpoint.architecture.num_key_value_heads
     for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight"):
         assert np.array_equal(found.read(name), checkpoint.read(name))
+
+
+def small_tokenizer(cut: list[Any]) -> Tokenizer:
+    vocab = {token: number for number, token in enumerate(["Ġ", "a", "b", "1", "2", "Ġa", "ab", "12"])}
+    merges = [("Ġ", "a"), ("a", "b"), ("1", "2")]
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cut, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    tokenizer.add_special_tokens([AddedToken("<|end|>", special=True, normalized=False)])
+    return tokenizer
+
+
+@pytest.mark.parametrize("cut", [[pre_tokenizers.Digits(individual_digits=True)], []], ids=["smollm", "gpt-2"])
+def test_a_model_as_gguf_cuts_text_as_its_own_tokenizer_does(tmp_path: Path, cut: list[Any]) -> None:
+    model, tokenizer = write_model(tmp_path / "tiny"), small_tokenizer(cut)
+    tokenizer.save(str(model / "tokenizer.json"))
+    write_gguf(open_checkpoint(model), tmp_path / "tiny.gguf", "F32", tokenizer=True)
+    found = build_tokenizer(GgufFile(tmp_path / "tiny.gguf"))
+    for text in (" ab a 12ab", "a<|end|> 2 12"):
+        assert found.encode(text).ids == tokenizer.encode(text).ids
+
+
+def test_a_tokenizer_gguf_has_no_name_for_is_refused(tmp_path: Path) -> None:
+    model, tokenizer = write_model(tmp_path / "tiny"), small_tokenizer([pre_tokenizers.Punctuation()])
+    tokenizer.save(str(model / "tokenizer.json"))
+    with pytest.raises(InputError, match="cuts text by Punctuation, ByteLevel"):
+        write_gguf(open_checkpoint(model), tmp_path / "tiny.gguf", "F32", tokenizer=True)
 
 
 @pytest.mark.slow

@@ -6,8 +6,18 @@ import sys
 import pytest
 
 from trtpd.errors import BuildError, ServeError
+from trtpd.perf.lengths import LengthFit
 from trtpd.perf.make_workload import Wanted, make
-from trtpd.perf.perf_analyzer import Analyzer, Latencies, Load, agreement, input_data, latencies, read_export
+from trtpd.perf.perf_analyzer import (
+    Analyzer,
+    Latencies,
+    Load,
+    agreement,
+    input_data,
+    latencies,
+    read_export,
+    with_new_text,
+)
 from trtpd.perf.perf_analyzer_tool import Tool, find_tool
 
 LOAD = Load(concurrency=2)
@@ -48,7 +58,7 @@ def analyzer(tmp_path):
 def test_an_exports_times_are_read_and_the_empty_last_response_is_no_token(analyzer):
     analyzer("pd").run(LOAD, 3, "one")
     found = analyzer("pd").run(LOAD, 7, "one")  # in place of the former export
-    assert found.requests == 7
+    assert found.requests == 7 - LOAD.opening
     assert (found.ttft_p50_s, found.itl_p50_s) == (pytest.approx(0.05), pytest.approx(0.015))
 
 
@@ -87,6 +97,22 @@ def test_agreement_is_within_a_tenth_of_both_medians():
     assert not agreement(LOAD, [theirs], [far]).agrees
     nothing = Latencies(requests=0, ttft_p50_s=None, ttft_p99_s=None, itl_p50_s=None, itl_p99_s=None)
     assert not agreement(LOAD, [theirs], [nothing]).agrees
+
+
+def test_what_comes_all_at_once_when_a_closed_loop_begins_is_left_out():
+    burst, later = [(0.001 * n, [0.5]) for n in range(4)], [(1.0 + n, [1.1 + n]) for n in range(4)]
+    found = latencies([*later, *burst], opening=Load(concurrency=4).opening)
+    assert (found.requests, found.ttft_p50_s) == (4, pytest.approx(0.1))
+    assert Load(rate=1.0).opening == 0
+
+
+def test_each_run_has_words_of_its_own_and_the_same_lengths_and_sharing():
+    workload = make(Wanted(name="rag", requests=6, rate=1.0, fit=LengthFit(scale=0.1)))
+    texts = [json.loads(input_data(with_new_text(workload, run), "pd"))["data"] for run in (1, 2)]
+    words = [[row["text_input"][0].split() for row in rows] for rows in texts]
+    assert [len(one) for one in words[0]] == [len(one) for one in words[1]]
+    assert all(one[:8] != other[:8] for one, other in zip(*words, strict=True))
+    assert all(len({tuple(one[:8]) for one in run}) == 1 for run in words)  # the instruction all requests share
 
 
 def test_a_named_tool_is_taken_if_it_runs_and_refused_if_not(tmp_path):

@@ -1,0 +1,101 @@
+"""A comparison's folder: every step leaves a file, so that a command that was cut short goes on.
+
+FOLDER/
+  plan.json         what is compared; another comparison needs another folder
+  slo.json          the targets, fixed before any loaded run
+  tuning/ points/   records and figures of each run
+  arms/             builds (weights linked), logs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from trtpd.errors import InputError
+from trtpd.perf.client import Run
+from trtpd.perf.compare_arms import Variant
+from trtpd.perf.comparison import Choice, PointFile
+from trtpd.perf.records import Record, load_records, save_records
+
+Stored = TypeVar("Stored", bound=msgspec.Struct)
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """Its files. Nothing is written but by `remembered`, `keep` and `keep_interference`."""
+
+    path: Path
+
+    def remembered(self, name: str, kind: type[Stored], find: Callable[[], Stored]) -> Stored:
+        """What the file says, or what `find` finds, which is put there. Raises InputError for a file of another
+        shape."""
+        path = self.path / name
+        if path.is_file():
+            return read(path, kind)
+        found = find()
+        self.path.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
+        return found
+
+    def run_file(self, kind: str, variant: Variant, rate: float, repeat: int) -> PointFile | None:
+        """What is known of a run without its records; None if it was not made. `kind`: tuning or points."""
+        path = self._json(kind, variant, rate, repeat)
+        return msgspec.json.decode(path.read_bytes(), type=PointFile) if path.is_file() else None
+
+    def records(self, kind: str, variant: Variant, file: PointFile) -> tuple[Record, ...]:
+        """Of a run that is there."""
+        path = self._json(kind, variant, file.rate, file.repeat).with_suffix(".jsonl.gz")
+        return tuple(load_records(path)[1])
+
+    def keep(self, kind: str, variant: Variant, file: PointFile, run: Run) -> None:
+        """Records first: a run whose figures are there is whole."""
+        path = self._json(kind, variant, file.rate, file.repeat)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_records(path.with_suffix(".jsonl.gz"), run.info, run.records)
+        path.write_bytes(msgspec.json.encode(file))
+
+    def choice(self, arm: str) -> Choice | None:
+        """What was chosen for an arm, if its tuning came to an end."""
+        path = self._choice(arm)
+        return read(path, Choice) if path.is_file() else None
+
+    def keep_choice(self, choice: Choice) -> None:
+        self._choice(choice.arm).write_bytes(msgspec.json.encode(choice))
+
+    def points(self, variant: Variant) -> Iterator[PointFile]:
+        """All measured runs of a variant, by name."""
+        for path in sorted((self.path / "points").glob(f"{variant.folder}.*.json")):
+            yield msgspec.json.decode(path.read_bytes(), type=PointFile)
+
+    def interference(self, variant: Variant) -> tuple[Record, ...] | None:
+        path = self._interference(variant)
+        return tuple(load_records(path)[1]) if path.is_file() else None
+
+    def keep_interference(self, variant: Variant, run: Run) -> None:
+        path = self._interference(variant)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_records(path, run.info, run.records)
+
+    def _interference(self, variant: Variant) -> Path:
+        return self.path / "points" / f"{variant.folder}.interference.jsonl.gz"
+
+    def _choice(self, arm: str) -> Path:
+        return self.path / "tuning" / f"choice.{'-'.join(arm.replace(',', '').split())}.json"
+
+    def _json(self, kind: str, variant: Variant, rate: float, repeat: int) -> Path:
+        return self.path / kind / f"{variant.folder}.{rate:g}.{repeat}.json"
+
+
+def read(path: Path, kind: type[Stored]) -> Stored:
+    """Raises InputError for a file that can't be read as that."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except OSError as error:
+        raise InputError(f"{path}: can't be read ({error.strerror})") from error
+    except msgspec.MsgspecError as error:
+        raise InputError(f"{path}: can't be read ({error}); name another folder with -o") from error
