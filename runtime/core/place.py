@@ -226,7 +226,7 @@ class _View:
     def _ready_at_s(self, prefills: Table, row: int) -> float:
         """When its prompt would be computed there."""
         own_s = self.work.prompt_tokens * self._stretch(prefills) * prefills.token_s.item(row)
-        return self.cluster.now_s + prefills.wait_s.item(row) + own_s
+        return float(self.cluster.now_s + prefills.wait_s.item(row) + own_s)
 
     def group(self, group: Group) -> list[Candidate]:
         """All ways to run it within one group."""
