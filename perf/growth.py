@@ -38,7 +38,7 @@ class Growth(msgspec.Struct, frozen=True, kw_only=True):
     verdict: Verdict
 
 
-def growth(at_s: Sequence[float], values: Sequence[float], *, limit_per_hour: float) -> Growth:
+def growth(at_s: Sequence[float] | Floats, values: Sequence[float] | Floats, *, limit_per_hour: float) -> Growth:
     """Of values seen at those instants, in order. Below two samples a span the verdict is `too short`."""
     level = float(np.mean(values)) if len(values) else 0.0
     hours, seen = np.asarray(at_s, dtype=np.float64) / HOUR_S, np.asarray(values, dtype=np.float64)

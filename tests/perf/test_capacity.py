@@ -15,7 +15,7 @@ MODEL = LinearStepTime(
     fixed_s=0.01, prefill_token_s=1e-4, prefill_pair_s=0.0, decode_sequence_s=1e-3, decode_kv_token_s=0.0
 )
 WORKERS = tuple(
-    WorkerSpec(name=f"{role}_{n}", role=role, kv_blocks=1024, max_batch=20)  # type: ignore[arg-type]
+    WorkerSpec(name=f"{role}_{n}", role=role, kv_blocks=1024, max_batch=20)
     for role in ("prefill", "decode")
     for n in range(2)
 )

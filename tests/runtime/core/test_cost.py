@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -85,7 +86,7 @@ def test_a_prompt_costs_its_steps(tokens: int, chunk_tokens: int) -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"decode_step_s": float("inf")}, {"prefill_step_s": -1e-9}, {"chunk_tokens": 0}])
-def test_a_term_that_can_not_be_is_refused(wrong: dict[str, float]) -> None:
+def test_a_term_that_can_not_be_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=next(iter(wrong))):
         replace(MODEL, **wrong)
 
