@@ -29,7 +29,7 @@ from trtpd.build.manifest import (
     rebuild,
 )
 from trtpd.build.resolve import ResolvedRole, resolve
-from trtpd.build.spec import ROLES, PipelineSpec, load_spec
+from trtpd.build.spec import ROLES, PipelineSpec, load_spec, settings_fault
 from trtpd.build.tensors import TensorFile
 from trtpd.build.tokenizer_files import tokenizer_fault
 from trtpd.errors import CheckpointError, EngineError, InputError
@@ -129,6 +129,9 @@ def lint_build(build: Path, *, machine: Machine | None = None) -> list[Finding]:
     manifest = read_manifest(build)
     configs: dict[RoleName, EngineConfig] = {}
     findings = list(_complete(manifest))
+    if fault := settings_fault(manifest):
+        findings.append(_broken(MANIFEST, fault))
+        return findings
     for name, entry in manifest.roles.items():
         role = cast(RoleName, name)
         try:
