@@ -17,11 +17,12 @@ import numpy.typing as npt
 import xxhash
 
 from trtpd.build.bounds import refuse_further_layers
+from trtpd.build.chat_template import chat_template
 from trtpd.build.config_fields import read_json
 from trtpd.build.families import OWN_GRAPH, ModelRules
 from trtpd.build.gguf_model import GgufFile
 from trtpd.build.gguf_names import gguf_name
-from trtpd.build.gguf_tokenizer import build_tokenizer, special_ids, write_tokenizer
+from trtpd.build.gguf_tokenizer import TEMPLATE_FIELD, build_tokenizer, special_ids, write_tokenizer
 from trtpd.build.hf_config import architecture_from_config, checked_quantization
 from trtpd.build.manifest import Architecture, Quantization
 from trtpd.build.rules import refuse_unless_taken
@@ -251,6 +252,8 @@ class _GgufSource:
 
     def check_tokenizer(self) -> None:
         build_tokenizer(self._gguf)
+        if template := self._gguf.metadata.get(TEMPLATE_FIELD):
+            chat_template({"chat_template": template}, self._gguf.path)
 
     def write_tokenizer(self, folder: Path) -> None:
         write_tokenizer(self._gguf, folder)
