@@ -50,7 +50,7 @@ def test_values_that_do_not_fit_their_type_are_bad_input(closed_url):
     with pytest.raises(RequestError, match="max_tokens is 99999999999"):
         next(iter(generate(closed_url, prompt="x", max_tokens=99999999999)))
     for temperature in (float("nan"), float("inf"), 1e300):
-        with pytest.raises(RequestError, match="temperature is .*finite"):
+        with pytest.raises(RequestError, match=r"temperature is .*finite"):
             next(iter(generate(closed_url, prompt="x", temperature=temperature)))
     with pytest.raises(RequestError, match="text_input"):
         next(iter(generate(closed_url, prompt="\ud800")))
