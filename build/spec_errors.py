@@ -112,9 +112,9 @@ class SpecFile:
             for key, value in node.value:
                 line = key.start_mark.line + 1
                 if key.tag not in _KEY_TAGS:
-                    shown = key.value if isinstance(key, yaml.ScalarNode) else "a list or a mapping"
+                    given = (key.value or "empty") if isinstance(key, yaml.ScalarNode) else "a list or a mapping"
                     raise SpecError(
-                        f"{self.path}:{line}: {_dotted(where)}: a key is {_cut(shown)}, which is no text; write it in "
+                        f"{self.path}:{line}: {_dotted(where)}: a key is {_cut(given)}, which is no text; write it in "
                         "quotes"
                     )
                 name = str(key.value)
