@@ -206,7 +206,7 @@ def _weight_files(folder: Path) -> dict[str, Path]:
     if not index_path.is_file():
         raise CheckpointError(
             f"{folder}: neither model.safetensors nor model.safetensors.index.json is in it; "
-            "other weight formats aren't read"
+            "other weight formats aren't read: download these, or convert the model to safetensors"
         )
     weight_map = read_json(index_path).get("weight_map")
     if not isinstance(weight_map, dict):
@@ -277,7 +277,10 @@ def _check_shapes(checkpoint: Checkpoint) -> None:
     refuse_further_layers(checkpoint.path, found, "model.layers.", checkpoint.architecture.num_hidden_layers)
     for name, shape in expected_shapes(checkpoint.architecture).items():
         if name not in found:
-            raise CheckpointError(f"{checkpoint.path}: tensor {name} is missing (expected shape {list(shape)})")
+            raise CheckpointError(
+                f"{checkpoint.path}: tensor {name} is missing (expected shape {list(shape)}); download the "
+                "model again, or set its config.json right"
+            )
         if found[name] != shape:
             raise CheckpointError(
                 f"{checkpoint.path}: {name} has shape {list(found[name])}, but its configuration says {list(shape)}"

@@ -11,10 +11,20 @@ import msgspec
 Kind = TypeVar("Kind")
 
 
+MOST_DIGITS = 1000
+
+
+def _integer(digits: str) -> int:
+    """Python has a limit too, which it tells in words for programmers."""
+    if len(digits) > MOST_DIGITS:
+        raise ValueError(f"a number of {len(digits)} digits")
+    return int(digits)
+
+
 def plain_json(raw: bytes | str) -> Any:
     """Any JSON value as plain data. Raises ValueError."""
     try:
-        return json.loads(raw)
+        return json.loads(raw, parse_int=_integer)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
 

@@ -30,7 +30,7 @@ from trtpd.build.manifest import (
 )
 from trtpd.build.resolve import ResolvedRole, resolve
 from trtpd.build.spec import ROLES, PipelineSpec, load_spec, settings_fault
-from trtpd.build.tensors import TensorFile
+from trtpd.build.tensors import FETCH_AGAIN, TensorFile
 from trtpd.build.tokenizer_files import tokenizer_fault
 from trtpd.errors import CheckpointError, EngineError, InputError
 
@@ -269,4 +269,4 @@ def _weights(directory: Path, where: str, config: EngineConfig) -> Iterator[Find
         try:
             TensorFile(directory / weights_file(rank))
         except CheckpointError as error:
-            yield _broken(where, str(error))
+            yield _broken(where, str(error).removesuffix(FETCH_AGAIN))

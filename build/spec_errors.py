@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import difflib
 import reprlib
 from collections.abc import Iterator, Mapping
@@ -27,7 +28,7 @@ _WANTED = {
     "list_type": "a list",
     "dict_type": "a mapping of keys",
     "model_type": "a mapping of keys",
-    "greater_than": "above {gt}",
+    "greater_than": "above {gt:g}",
     "greater_than_equal": "at least {ge}",
     "less_than": "below {lt}",
     "less_than_equal": "at most {le}",
@@ -214,6 +215,9 @@ class _Brief(reprlib.Repr):
     def __init__(self) -> None:
         super().__init__()
         self.maxlevel, self.maxstring, self.maxother = 3, _MOST_SHOWN, _MOST_SHOWN
+
+    def repr_date(self, x: datetime.date, level: int) -> str:
+        return f"{x} (a date)"
 
     def repr_int(self, x: int, level: int) -> str:
         return repr(x) if x.bit_length() < 128 else f"a number of {x.bit_length()} bits"

@@ -22,6 +22,7 @@ from trtpd.errors import CheckpointError
 
 F32Array = npt.NDArray[np.float32]
 
+FETCH_AGAIN = "; download it again"
 HEADER_LIMIT_BYTES = 100 << 20
 MOST_DIMENSIONS = 16
 MOST_BYTES = 1 << 50

@@ -60,7 +60,7 @@ def data_address(settings: TransferSettings) -> str:
     if not is_loopback(host) and not settings.secret:
         raise TransferError(
             f"transfer.listen {settings.listen!r} is not loopback and there are no keys: anyone could read KV there;"
-            " give a folder made by make_keys (--keys DIR), or use 127.0.0.1"
+            " give a folder made by `trtpd keys` (--keys DIR), or use 127.0.0.1"
         )
     return host
 

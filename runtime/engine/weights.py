@@ -18,7 +18,7 @@ from trtpd.build.manifest import Architecture
 from trtpd.build.quantise import widened_groups
 from trtpd.build.shapes import EMBEDDING, HEAD
 from trtpd.build.sharding import Shard
-from trtpd.build.tensors import NUMPY_DTYPES, TensorFile, from_bf16_bits
+from trtpd.build.tensors import FETCH_AGAIN, NUMPY_DTYPES, TensorFile, from_bf16_bits
 from trtpd.errors import CheckpointError, EngineError
 
 F32 = npt.NDArray[np.float32]
@@ -128,7 +128,8 @@ class _File:
                 self._map = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
             self._bf16 = frozenset(plain_json(self._file.metadata.get(BF16_KEY, "[]")))
         except (OSError, ValueError, TypeError, CheckpointError) as error:
-            raise EngineError(f"{path} can't be read ({error}): build this role again") from error
+            reason = str(error).removeprefix(f"{path}: ").removesuffix(FETCH_AGAIN)
+            raise EngineError(f"{path} can't be read ({reason}): build this role again") from error
         self._bytes = np.frombuffer(self._map, np.uint8)
         self.names = frozenset(self._file.specs)
 

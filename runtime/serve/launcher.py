@@ -125,6 +125,16 @@ def check_router(options: ServeOptions, models: Sequence[str]) -> None:
         raise InputError(f"--router: {error}") from error
 
 
+def check_reachable(options: ServeOptions, models: Sequence[str], home_roles: Mapping[str, RoleName]) -> None:
+    """Raises InputError for a router without an address whose own instances don't suffice: no others could join it."""
+    here = set(home_roles.values())
+    if ROUTER_MODEL in models and options.router is None and "mixed" not in here and not {"prefill", "decode"} <= here:
+        raise InputError(
+            f"--only {','.join(options.only)}: {ROUTER_MODEL} needs a prefill and a decode (or a mixed) instance; name "
+            "them too, or say with --router ADDR where those of other hosts find it"
+        )
+
+
 class Launcher:
     """One run. Threads: the caller's waits and watches, a small pool loads and unloads."""
 
@@ -163,6 +173,7 @@ class Launcher:
         check_settings(build, manifest)
         check_router(self._options, self._models)
         self._home_roles = {name: roles.home_role(manifest, name) for name in self._models if name != ROUTER_MODEL}
+        check_reachable(self._options, self._models, self._home_roles)
         check_repository(build, self._models)
         package = find_server()
         if package.remark:

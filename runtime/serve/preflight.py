@@ -108,9 +108,7 @@ def _reason(error: OSError | UnicodeError) -> str:
     """In the system's words; Python's have the address once more."""
     if isinstance(error, UnicodeError):
         return "it is no host's name"
-    if isinstance(error, socket.gaierror) or error.errno is None:
-        return str(error.strerror or error)
-    return os.strerror(error.errno)
+    return str(error.strerror or error).partition(" (while")[0]
 
 
 def _holder(port: int) -> str:

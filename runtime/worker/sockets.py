@@ -67,7 +67,7 @@ def check_address(address: str, keys: Path | None) -> None:
     if keys is None and not is_local(address):
         raise ServeError(
             f"address {address!r} is not loopback and no keys were given: anyone could command the workers; "
-            f"give a folder made by make_keys (--keys DIR), or use 127.0.0.1"
+            f"give a folder made by `trtpd keys` (--keys DIR), or use 127.0.0.1"
         )
 
 
@@ -127,7 +127,7 @@ def transfer_secret(keys: Path | None) -> bytes:
     try:
         secret = bytes.fromhex(path.read_text().strip())
     except (OSError, ValueError) as error:
-        raise ServeError(f"can't read the key {path}: {error}; make_keys writes a folder of keys") from error
+        raise ServeError(f"can't read the key {path}: {error}; `trtpd keys -o DIR` writes a folder of keys") from error
     if len(secret) < TRANSFER_SECRET_BYTES:
         raise ServeError(f"the key {path} has {len(secret)} bytes, it must have {TRANSFER_SECRET_BYTES} or more")
     return secret
@@ -199,7 +199,7 @@ def _certificate(path: Path, *, secret: bool = True) -> tuple[bytes, bytes]:
     try:
         public_key, secret_key = zmq.auth.load_certificate(path)
     except (OSError, ValueError) as error:
-        raise ServeError(f"can't read the key {path}: {error}; make_keys writes a folder of keys") from error
+        raise ServeError(f"can't read the key {path}: {error}; `trtpd keys -o DIR` writes a folder of keys") from error
     if secret and secret_key is None:
         raise ServeError(f"{path} holds no secret key")
     return public_key, secret_key or b""

@@ -56,7 +56,7 @@ def wanted_of(args: argparse.Namespace, *, rate: float | None, concurrency: int 
     """Raises InputError."""
     from trtpd.perf.arrivals import parse
     from trtpd.perf.lengths import LengthFit
-    from trtpd.perf.make_workload import Wanted
+    from trtpd.perf.make_workload import Wanted, check_wanted
     from trtpd.perf.traces import TraceOptions
 
     fit = LengthFit(
@@ -64,7 +64,7 @@ def wanted_of(args: argparse.Namespace, *, rate: float | None, concurrency: int 
         max_prompt_tokens=args.max_prompt_tokens,
         max_total_tokens=args.max_total_tokens,
     )
-    return Wanted(
+    wanted = Wanted(
         name=args.workload,
         requests=args.requests,
         seed=args.seed,
@@ -74,6 +74,8 @@ def wanted_of(args: argparse.Namespace, *, rate: float | None, concurrency: int 
         fit=fit,
         trace=TraceOptions(columns=args.columns, offset=args.trace_offset, time_scale=args.time_scale),
     )
+    check_wanted(wanted)
+    return wanted
 
 
 def _scale(text: str | None) -> float | None:

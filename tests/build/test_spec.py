@@ -88,6 +88,7 @@ def test_hosts_are_a_file_beside_the_pipeline_or_a_list(tmp_path: Path) -> None:
         (SHORTEST + "kv:\n  max_seq_tokens: " + "9" * 5000, "pipeline.yaml:8: not valid YAML ('999"),
         (SHORTEST + "kv: {max_seq_tokens: 0x" + "f" * 5000 + "}", "is a number of 20000 bits; it must be at most"),
         (SHORTEST + "name: 2026-13-45\n", "pipeline.yaml:7: not valid YAML ('2026-13-45' can't be read as timestamp"),
+        (SHORTEST + "name: 2026-01-02\n", "pipeline.yaml:7: name: is 2026-01-02 (a date); it must be a text"),
         (SHORTEST + "name: !!bool maybe\n", "can't be read as bool"),
         (SHORTEST.replace("models/smollm2", '"a\\0b"'), "can't be a path"),
         (SHORTEST.replace("models/smollm2", "~no-such-user-here/m"), "no such home folder"),

@@ -10,7 +10,7 @@ from trtpd.build.manifest import Manifest, RoleEntry
 from trtpd.errors import InputError, ServeError
 from trtpd.kv_transfer.layout import KVLayout
 from trtpd.runtime.serve import preflight
-from trtpd.runtime.serve.launcher import ServeOptions, check_router, models_of
+from trtpd.runtime.serve.launcher import ServeOptions, check_reachable, check_router, models_of
 from trtpd.runtime.serve.preflight import (
     Ports,
     check_ports,
@@ -18,6 +18,7 @@ from trtpd.runtime.serve.preflight import (
     check_settings,
     check_shared_memory,
 )
+from trtpd.runtime.worker.roles import home_role
 from trtpd.runtime.worker.sockets import make_keys
 
 HOST = "127.0.0.1"
@@ -109,3 +110,13 @@ def test_settings_edited_by_hand_stop_a_server_before_it_starts(tmp_path):
     edited = structs.replace(manifest(), settings={"model": "m", "pools": {"mixed": {}, "elastic": 3}})
     with pytest.raises(InputError, match=r"manifest\.json: its settings: pools\.elastic: is 3.*build it again"):
         check_settings(tmp_path, edited)
+
+
+@pytest.mark.parametrize("only", [("pd",), ("prefill_0", "pd"), ("decode_1", "pd")])
+def test_a_router_that_no_instance_could_join_is_bad_input(only, tmp_path):
+    here = {name: home_role(manifest(), name) for name in only if name != "pd"}
+    with pytest.raises(InputError, match=r"--only .*--router ADDR"):
+        check_reachable(ServeOptions(build=tmp_path, only=only), only, here)
+    check_reachable(ServeOptions(build=tmp_path, only=only, router="tcp://127.0.0.1:5577"), only, here)
+    both = {"prefill_0": home_role(manifest(), "prefill_0"), "decode_0": home_role(manifest(), "decode_0")}
+    check_reachable(ServeOptions(build=tmp_path), [*both, "pd"], both)
