@@ -30,6 +30,7 @@ _UNREACHED = {
     "Deadline Exceeded": f"no answer within {CONNECT_TIMEOUT_S:g} s",
     "No route to host": "no route to that host",
     "Network is unreachable": "no network to that host",
+    "Socket closed": "what listens there is no gRPC server: is it the HTTP port?",
     "http1.x server": "an HTTP server listens there: the gRPC front has another port",
 }
 
