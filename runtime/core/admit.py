@@ -116,7 +116,7 @@ def forecast(arrived: Arrived, model: str, books: Books) -> Forecast:
     for table in tables:
         waiting, table_rate = table.queue()
         queued, rate = queued + waiting, rate + table_rate
-        stretch = cluster.costs.stretch(table.role, arrived.prompt_tokens)
+        stretch = table.stretch(arrived.prompt_tokens)
         own_s = min(own_s, arrived.prompt_tokens * stretch / table.rates[1])
     queue = books.backlog.queues.get(model)
     if queue is not None and len(queue):
