@@ -19,6 +19,7 @@ from tritonclient.grpc import service_pb2
 from trtpd.errors import NoInstanceError, RequestError, SaturatedError, ServeError
 from trtpd.perf.records import ServerTimes
 from trtpd.perf.transport import Arrived, Ending, Question
+from trtpd.runtime.serve.address import server_address
 from trtpd.runtime.serve.timeline import TimelineReport, from_json
 
 METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
@@ -36,7 +37,7 @@ class TritonTransport:
     for decoding behind synthetic KV of the prompt's length."""
 
     def __init__(self, url: str, *, model: str = "pd", channels: int = 1) -> None:
-        self._url = url
+        self._url = server_address(url)
         self._model = model
         options = [
             ("grpc.max_receive_message_length", -1),

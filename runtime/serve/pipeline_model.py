@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 from msgspec import structs
 
-from trtpd.build.manifest import Manifest, is_elastic, read_engine_config, read_manifest
+from trtpd.build.manifest import Manifest, is_elastic, read_engine_config, read_manifest, settings_as
 from trtpd.errors import NoInstanceError, ServeError, TrtpdError
 from trtpd.runtime.core.policy import Policy
 from trtpd.runtime.core.router import RouterCore
@@ -146,6 +146,7 @@ class PipelineModel:
             "fingerprint": self._manifest.pair_fingerprint,
             "trtpd": self._manifest.trtpd,
             "max_seq_tokens": self._limits.max_seq_tokens,
+            "slo": {"ttft_ms": _ms(self._limits.ttft_s), "tpot_ms": _ms(self._limits.tpot_s)},
             "profile": self._costs.status,
         }
         return json.dumps(about | self._driver.status())
@@ -212,7 +213,11 @@ class _Settings(msgspec.Struct, frozen=True):
 
 
 def _settings(manifest: Manifest) -> _Settings:
-    return msgspec.convert(manifest.settings, type=_Settings)
+    return settings_as(manifest.settings, _Settings)
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1e3, 3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
