@@ -204,8 +204,8 @@ class _View:
 
     def _ready_at_s(self, prefills: Table, row: int) -> float:
         """When its prompt would be computed there."""
-        own_s = self.work.prompt_tokens * self._stretch(prefills) * prefills.token_s.item(row)
-        return self.cluster.now_s + prefills.wait_s.item(row) + own_s
+        wait_s, token_s = float(prefills.wait_s[row]), float(prefills.token_s[row])
+        return self.cluster.now_s + wait_s + self.work.prompt_tokens * self._stretch(prefills) * token_s
 
     def _mates(
         self, source: Instance, sinks: Shortlist, mates: dict[int, tuple[float, int]], decodes: Table

@@ -118,7 +118,8 @@ def too_late(table: Table, work: Work, costs: Costs, *, ready_at_s: float) -> Ma
     if tpot_s is None or not table.open or float(table.one_s.min()) > tpot_s:
         return None
     if not costs.known(table.instances[0].hello, table.role):
-        return table.free_at_s > 0.0
+        full: Mask = table.free_at_s > 0.0
+        return full
     late: Mask = table.joined_s > tpot_s
     late |= table.free_at_s > ready_at_s + spare_s(table, tpot_s, work.left_tokens)
     return late
