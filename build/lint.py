@@ -13,7 +13,9 @@ from trtpd.build.backends.openvino import weights_file
 from trtpd.build.backends.tensorrt_llm.engine_dir import is_engine_dir
 from trtpd.build.checkpoint import Checkpoint, has_weights, open_architecture, open_checkpoint
 from trtpd.build.checks import Deployment, Finding, check, error, warning
+from trtpd.build.cost_profile import PROFILE
 from trtpd.build.engines import ENGINES, EngineName
+from trtpd.build.found_profile import find_profile
 from trtpd.build.machine import Machine, this_machine
 from trtpd.build.manifest import (
     MANIFEST,
@@ -124,6 +126,17 @@ def _no_weights(checkpoint: Checkpoint) -> Finding:
     )
 
 
+def notes_on(path: Path) -> list[str]:
+    """What is missing in a build without being wrong."""
+    if not (path / MANIFEST).is_file():
+        return []
+    try:
+        found = find_profile(path, read_manifest(path))
+    except InputError:
+        return []
+    return list(found.remarks) if found.missing else []
+
+
 def lint_build(build: Path, *, machine: Machine | None = None) -> list[Finding]:
     """Findings on a build directory as it would be served here."""
     manifest = read_manifest(build)
@@ -137,12 +150,26 @@ def lint_build(build: Path, *, machine: Machine | None = None) -> list[Finding]:
             findings.append(_broken(entry.directory, str(error)))
     if configs:
         findings += _lint_engines(build, manifest, configs, machine)
+    findings += _profile(build, manifest)
     if fault := tokenizer_fault(build / "tokenizer"):
         findings.append(_broken("tokenizer", fault))
     if not (build / "model_repo").is_dir():
         findings.append(_broken("model_repo", "the Triton model repository is missing"))
     findings = [replace(finding, mend=finding.mend.replace(REBUILD, rebuild(build))) for finding in findings]
     return sorted(findings, key=lambda finding: finding.severity != "error")
+
+
+def _profile(build: Path, manifest: Manifest) -> Iterator[Finding]:
+    """A profile that the pipeline file names and that can't be used stops `trtpd serve`; one that lies in the build is
+    passed over."""
+    try:
+        found = find_profile(build, manifest)
+    except InputError as fault:
+        yield error("profile_unusable", "scheduler.profile", ("profile", "build"), str(fault), "or set it to none")
+        return
+    if found.path is not None:
+        for remark in found.remarks:
+            yield warning("profile_stale", PROFILE, ("profile", "here"), remark, "or remove it")
 
 
 def _complete(manifest: Manifest) -> Iterator[Finding]:

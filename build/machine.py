@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import platform
 import shutil
 import sys
 from dataclasses import dataclass
@@ -85,6 +86,17 @@ def installed_version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "none"
+
+
+@cache
+def cpu_name() -> str:
+    """What the CPU calls itself, "unknown" where it doesn't say."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or "unknown")
 
 
 def _cpu_flags() -> list[str]:

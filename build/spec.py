@@ -15,6 +15,7 @@ from trtpd.errors import SpecError
 from trtpd.kv_transfer.layout import KVDtype
 
 ROLES: tuple[RoleName, ...] = ("prefill", "decode", "mixed")
+NO_PROFILE = "none"
 
 
 def _auto_is_none(value: Any) -> Any:
@@ -205,6 +206,11 @@ class SchedulerSpec(_Section):
     tenants: dict[str, Positive] = Field(
         default_factory=dict, description="shares of the tenants that requests name, e.g. {gold: 3}; others have 1"
     )
+    profile: Annotated[Annotated[str, Field(min_length=1)] | None, Auto] = Field(
+        default=None,
+        description="what `trtpd profile` measured, to predict by: a file, relative to this one; auto: profile.json in "
+        "the build, if it is there; none: learned while serving",
+    )
     weights: WeightsSpec = Field(default_factory=lambda: WeightsSpec(), description="what placement weighs, in seconds")
 
 
@@ -298,7 +304,7 @@ class PipelineSpec(_Section):
 
 
 def load_spec(path: Path) -> PipelineSpec:
-    """Reads a pipeline file; `model` and hostfiles come back absolute. Raises SpecError: file, line, key, fault."""
+    """Reads a pipeline file; the files it names come back absolute. Raises SpecError: file, line, key, fault."""
     file = SpecFile(path)
     spec = parse_spec(file.data, file)
     pools: dict[str, PoolSpec] = {
@@ -306,7 +312,16 @@ def load_spec(path: Path) -> PipelineSpec:
         for role, pool in spec.pools.given().items()
         if isinstance(pool.hosts, str)
     }
-    return spec.model_copy(update={"model": _beside(path, spec.model), "pools": spec.pools.model_copy(update=pools)})
+    scheduler = spec.scheduler
+    if scheduler.profile not in (None, NO_PROFILE):
+        scheduler = scheduler.model_copy(update={"profile": _beside(path, str(scheduler.profile))})
+    return spec.model_copy(
+        update={
+            "model": _beside(path, spec.model),
+            "pools": spec.pools.model_copy(update=pools),
+            "scheduler": scheduler,
+        }
+    )
 
 
 def _beside(path: Path, named: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -133,9 +133,14 @@ def _paths(model: type[BaseModel], where: Where = ()) -> Iterator[Where]:
 
 def _model_at(where: Where, model: type[BaseModel]) -> type[BaseModel] | None:
     found: type[BaseModel] | None = model
+    many = False
     for part in where:
+        if many:
+            many = False  # a place in a list, or a key of a mapping whose values are what was found
+            continue
         field = found.model_fields.get(str(part)) if found else None
         found = _model_in(field.annotation) if field else None
+        many = field is not None and get_origin(field.annotation) in (list, dict) and found is not None
     return found
 
 

@@ -6,10 +6,11 @@ import os
 import platform
 import time
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import msgspec
 import psutil
+
+from trtpd.build.machine import cpu_name
 
 PACKAGES = ("trtpd", "openvino", "nvidia-pytriton", "tritonclient", "grpcio", "aiohttp", "numpy")
 
@@ -32,7 +33,7 @@ def this_environment() -> Environment:
     """As it is now."""
     return Environment(
         made_at=time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        cpu=_cpu_name(),
+        cpu=cpu_name(),
         cpus=os.cpu_count() or 1,
         cpus_usable=len(os.sched_getaffinity(0)),
         memory_gib=round(psutil.virtual_memory().total / (1 << 30), 1),
@@ -41,14 +42,6 @@ def this_environment() -> Environment:
         packages={name: found for name in PACKAGES if (found := _version(name))},
         load_average=round(os.getloadavg()[0], 2),
     )
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or "unknown"
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
 def _version(package: str) -> str:

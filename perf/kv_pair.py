@@ -33,6 +33,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     transport: str
     generation: str
     digests: bool
+    digest_every: int = 1
     cores: tuple[int, ...] = ()
 
 
@@ -62,6 +63,7 @@ class KVPair:
             [sys.executable, "-P", "-m", "trtpd.perf.kv_pair", msgspec.json.encode(setup).decode()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            process_group=0,  # a Ctrl-C is for this process; the other ends with its input
         )
         try:
             assert self._process.stdout is not None
@@ -130,7 +132,7 @@ def settings_of(setup: Setup) -> TransferSettings:
     return TransferSettings(
         instance="bench",
         generation=setup.generation,
-        digest_every=int(setup.digests),
+        digest_every=setup.digest_every if setup.digests else 0,
         one_piece_tokens=0,
         path=setup.transport,
         lease_s=WAIT_S,

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import get_args
 
 from trtpd.perf.outcome import Outcome, Summary, summarise
 from trtpd.perf.scenario import Faults, Kill, Network, SimRequest
@@ -32,6 +33,7 @@ from trtpd.runtime.core.events import (
     Lost,
     Pull,
     Refuse,
+    Role,
     Step,
     Submit,
     TextStopped,
@@ -72,14 +74,15 @@ class Node:
 
 
 class Simulation:
-    """Drives one RouterCore. `trace` gets a line for everything that reaches the router or leaves it."""
+    """Drives one RouterCore. `trace` gets a line for everything that reaches the router or leaves it. `model` may be
+    one for each role, as a profile has them (runtime/serve/measured_costs.py)."""
 
     def __init__(
         self,
         *,
         core: RouterCore,
         workers: Sequence[WorkerSpec],
-        model: StepTimeModel,
+        model: StepTimeModel | Mapping[Role, StepTimeModel],
         requests: Sequence[SimRequest],
         faults: Faults | None = None,
         network: Network | None = None,
@@ -92,7 +95,7 @@ class Simulation:
         self.events = 0
         self.nodes = {spec.name: Node(spec=spec) for spec in workers}
         self.outcomes = [Outcome(request_id=number, arrived_s=r.at_s) for number, r in enumerate(requests)]
-        self._model = model
+        self._models = model if isinstance(model, Mapping) else dict.fromkeys(get_args(Role), model)
         self._requests = requests
         self._truths: dict[int, Truth] = {}
         self._faults = faults or Faults()
@@ -234,7 +237,7 @@ class Simulation:
         self._report(node, worker, offers)
         if plan is None:
             return
-        node.step_s = self._model.step_s(**worker.cost_of(plan))
+        node.step_s = self._models[node.spec.role].step_s(**worker.cost_of(plan))
         if self._faults.slow:
             node.step_s *= self._slowness(node.spec.name)
         node.stepping = True

@@ -45,12 +45,12 @@ class Books:
     answers of the message at hand say was computed.
     """
 
-    def __init__(self, policy: Policy, seed: int, costs: Costs) -> None:
+    def __init__(self, policy: Policy, seed: int, costs: Costs, near_bytes_per_s: float | None = None) -> None:
         self.policy = policy
         self.rng = random.Random(seed)
         self.now_s = 0.0
         self.cluster = Cluster(costs, policy.limits, self.rng)
-        self.links = Links(policy.handoff_s)
+        self.links = Links(policy.handoff_s, near_bytes_per_s)
         self.ladder = Ladder(dwell_up_s=policy.dwell_up_s, dwell_down_s=policy.dwell_down_s)
         self.lengths: dict[str, Lengths] = {}
         self.step_work = StepWork()

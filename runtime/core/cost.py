@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 from trtpd.errors import InputError
@@ -36,7 +36,8 @@ class LinearStepTime:
 
     `prefill_pair_s` is per pair of a new token and a token it attends to: with n sequences of about the same
     shape there are `prefill_tokens * prefill_kv_tokens / n` pairs, so a long prompt grows with the square of
-    its length.
+    its length. `prefill_step_s` and `decode_step_s` come on top of `fixed_s` in a step with work of that kind.
+    `chunk_tokens`: a prompt is computed in steps of so many tokens (None: in one).
     """
 
     fixed_s: float
@@ -44,17 +45,18 @@ class LinearStepTime:
     prefill_pair_s: float
     decode_sequence_s: float
     decode_kv_token_s: float
+    prefill_step_s: float = 0.0
+    decode_step_s: float = 0.0
+    chunk_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        for name in (
-            "fixed_s",
-            "prefill_token_s",
-            "prefill_pair_s",
-            "decode_sequence_s",
-            "decode_kv_token_s",
-        ):
-            if getattr(self, name) < 0.0:
-                raise InputError(f"{name} is {getattr(self, name)}; a cost can't be negative: measure it again")
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.name == "chunk_tokens":
+                if value is not None and value < 1:
+                    raise InputError(f"chunk_tokens is {value}; a step computes at least 1")
+            elif not 0.0 <= value < math.inf:
+                raise InputError(f"{item.name} is {value}; a cost is a number of at least 0: measure it again")
 
     def step_s(
         self,
@@ -70,10 +72,21 @@ class LinearStepTime:
         pairs = prefill_kv_tokens * prefill_tokens / n_prefill if n_prefill else 0.0
         return (
             self.fixed_s
+            + (self.prefill_step_s if n_prefill else 0.0)
             + self.prefill_token_s * prefill_tokens
             + self.prefill_pair_s * pairs
+            + (self.decode_step_s if n_decode else 0.0)
             + self.decode_sequence_s * n_decode
             + self.decode_kv_token_s * decode_kv_tokens
+        )
+
+    def prompt_s(self, tokens: int) -> float:
+        """Seconds for a whole prompt by itself, in as many steps as it takes."""
+        steps = -(-tokens // (self.chunk_tokens or tokens)) if tokens else 0
+        return (
+            (self.fixed_s + self.prefill_step_s) * steps
+            + self.prefill_token_s * tokens
+            + self.prefill_pair_s * tokens * (tokens // 2)
         )
 
 
@@ -110,24 +123,29 @@ class Costs:
 
     Three layers: a model per role (`models`, or UNMEASURED); for roles without one a scale per build, learned
     from all its instances, so that an unmeasured engine is not taken for a slow machine; and a factor per
-    instance (kept there), which sees a machine that is slower than its like.
+    instance (kept there), which sees a machine that is slower than its like. With `fingerprint` the models are of
+    that build's engines: what instances of another cost is learned.
     """
 
-    def __init__(self, models: Mapping[Role, StepTimeModel] | None = None) -> None:
+    def __init__(self, models: Mapping[Role, StepTimeModel] | None = None, *, fingerprint: str | None = None) -> None:
         self._models = dict(models or {})
+        self._fingerprint = fingerprint
         self._scales: dict[tuple[str, str, Role], tuple[float, int]] = {}
+
+    def _model(self, hello: Hello, role: Role) -> StepTimeModel | None:
+        return self._models.get(role) if self._fingerprint in (None, hello.fingerprint) else None
 
     def token_s(self, hello: Hello, role: Role) -> float:
         """Seconds per prompt token of a prompt of usual length."""
-        model = self._models.get(role)
+        model = self._model(hello, role)
         if model is None:
             return 1.0 / hello.prefill_tokens_per_s
         return self._prompt_s(model, REFERENCE_TOKENS) / REFERENCE_TOKENS
 
-    def stretch(self, role: Role, tokens: int) -> float:
+    def stretch(self, hello: Hello, role: Role, tokens: int) -> float:
         """How much more a prompt of so many tokens costs than `token_s` for each: attention grows with the
         square."""
-        model = self._models.get(role)
+        model = self._model(hello, role)
         if model is None or tokens < 1:
             return 1.0
         reference_s = self._prompt_s(model, REFERENCE_TOKENS) / REFERENCE_TOKENS
@@ -135,19 +153,21 @@ class Costs:
 
     @staticmethod
     def _prompt_s(model: StepTimeModel, tokens: int) -> float:
+        if isinstance(model, LinearStepTime):
+            return model.prompt_s(tokens)
         return model.step_s(
             n_prefill=1, prefill_tokens=tokens, prefill_kv_tokens=tokens // 2, n_decode=0, decode_kv_tokens=0
         )
 
     def decode_s(self, hello: Hello, role: Role, mean_tokens: float) -> tuple[float, float]:
         """(a step of one sequence, what each further one adds) at that much KV a sequence."""
-        model = self._models.get(role)
+        model = self._model(hello, role)
         scale = 1.0
         if model is None:
             model, scale = UNMEASURED, self._scale(hello, role)[0]
         if isinstance(model, LinearStepTime):
             each_s = (model.decode_sequence_s + model.decode_kv_token_s * mean_tokens) * scale
-            return model.fixed_s * scale + each_s, each_s
+            return (model.fixed_s + model.decode_step_s) * scale + each_s, each_s
         one_s, most = self._decode_s(model, 1, mean_tokens), max(2, hello.max_batch)
         all_s = self._decode_s(model, most, mean_tokens)
         return one_s * scale, (all_s - one_s) / (most - 1) * scale
@@ -164,7 +184,7 @@ class Costs:
 
     def known(self, hello: Hello, role: Role) -> bool:
         """Whether its decode steps are more than a guess."""
-        return role in self._models or self._scale(hello, role)[1] >= KNOWN_AFTER
+        return self._model(hello, role) is not None or self._scale(hello, role)[1] >= KNOWN_AFTER
 
     def _scale(self, hello: Hello, role: Role) -> tuple[float, int]:
         return self._scales.get((hello.model, hello.fingerprint, role), (1.0, 0))
@@ -178,7 +198,7 @@ class Costs:
         if predicted_s <= 0.0 or step_s <= 0.0:
             return factor
         ratio = step_s / predicted_s
-        if role not in self._models and work.n_decode and not work.n_prefill:
+        if self._model(hello, role) is None and work.n_decode and not work.n_prefill:
             scale, samples = self._scale(hello, role)
             samples = min(samples + 1, SCALE_SAMPLES)
             bound = ratio if samples == 1 else min(max(ratio, 1.0 / SAMPLE_BOUND), SAMPLE_BOUND)
@@ -190,7 +210,7 @@ class Costs:
         return min(max(ratio, factor / SAMPLE_BOUND), factor * SAMPLE_BOUND)
 
     def _predict(self, hello: Hello, role: Role, work: StepWork, decode_kv_tokens: int) -> float:
-        model = self._models.get(role)
+        model = self._model(hello, role)
         if model is not None:
             return model.step_s(
                 n_prefill=work.n_prefill,

@@ -36,13 +36,12 @@ class Forecast:
 def forecast(arrived: Arrived, model: str, books: Books) -> Forecast:
     """For a request that would be admitted now."""
     books.settle()
-    cluster = books.cluster
-    tables = cluster.prefillers(model)
+    tables = books.cluster.prefillers(model)
     queued, rate, own_s = 0.0, 0.0, float("inf")
     for table in tables:
         waiting, table_rate = table.queue()
         queued, rate = queued + waiting, rate + table_rate
-        stretch = cluster.costs.stretch(table.role, arrived.prompt_tokens)
+        stretch = table.stretch(arrived.prompt_tokens)
         own_s = min(own_s, arrived.prompt_tokens * stretch / table.rates[1])
     if not tables:
         return Forecast(wait_s=0.0, own_s=0.0, place_s=0.0)

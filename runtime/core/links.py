@@ -32,12 +32,13 @@ class Move:
 
 
 class Links:
-    """Bandwidth within a host and between hosts, and the fixed cost of a hand-off."""
+    """Bandwidth within a host and between hosts, and the fixed cost of a hand-off. `near_bytes_per_s`: what was
+    measured within a host."""
 
-    def __init__(self, handoff_s: float) -> None:
+    def __init__(self, handoff_s: float, near_bytes_per_s: float | None = None) -> None:
         self._handoff_s = handoff_s
         self._known: dict[tuple[str, str, str, str], float | None] = {}
-        self._bytes_per_s = {True: SAME_HOST_BYTES_PER_S, False: OTHER_HOST_BYTES_PER_S}
+        self._bytes_per_s = {True: near_bytes_per_s or SAME_HOST_BYTES_PER_S, False: OTHER_HOST_BYTES_PER_S}
 
     def move(self, hello: Hello, tokens: int, *, hosts: int) -> Move:
         """Flows share their ends. A long prompt moves while it is computed, where the engine (that of `hello`) says

@@ -127,7 +127,7 @@ class _View:
         return self.rules.rung >= Rung.LONG_WAIT and self.work.prompt_tokens >= self.rules.long_tokens
 
     def _stretch(self, table: Table) -> float:
-        return self.cluster.costs.stretch(table.role, self.work.prompt_tokens)
+        return table.stretch(self.work.prompt_tokens)
 
     def _prefill(self, table: Table, flow: float = 0.0) -> Floats:
         return score.prefill(table, self.work, self.rules.weights, self._stretch(table), flow)

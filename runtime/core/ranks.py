@@ -124,6 +124,10 @@ class Table:
             last.row = instance.row
         self._view()
 
+    def stretch(self, tokens: int) -> float:
+        """See Costs. The instances of a table are of one build."""
+        return self._costs.stretch(self.instances[0].hello, self.role, tokens) if self.instances else 1.0
+
     def refresh(self, instance: Instance, now_s: float) -> bool:
         """Brings its row up to date. True if it can be given prompts that it could not be given before."""
         row, hello, limits = instance.row, instance.hello, self._limits

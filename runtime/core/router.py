@@ -63,7 +63,8 @@ class RouterCore:
     """One object per deployment, one thread. `handle` never blocks, and raises InternalError only for bugs of
     ours or of the driver (a request id used twice).
 
-    `step_times` are measured costs of each role's engine, from a profile; without them the router learns as it goes.
+    `step_times` are measured costs of each role's engine, from a profile, and `near_bytes_per_s` of a transfer within a
+    host; with `fingerprint` they are of that build's instances only. Without them the router learns as it goes.
     `choose` may be another way to place, to compare with.
     """
 
@@ -73,9 +74,11 @@ class RouterCore:
         *,
         seed: int = 0,
         step_times: Mapping[Role, StepTimeModel] | None = None,
+        fingerprint: str | None = None,
+        near_bytes_per_s: float | None = None,
         choose: place.Chooser = place.choose,
     ) -> None:
-        self._books = Books(policy or Policy(), seed, Costs(step_times))
+        self._books = Books(policy or Policy(), seed, Costs(step_times, fingerprint=fingerprint), near_bytes_per_s)
         self._delivery = Delivery(self._books, on_stall=self._stalled)
         self._recovery = Recovery(self._books, self._delivery)
         self._dispatch = Dispatch(self._books, self._recovery, choose)

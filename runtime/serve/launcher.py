@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from trtpd.build.found_profile import find_profile
 from trtpd.build.gpu_probe import find_gpus
 from trtpd.build.manifest import Manifest, RoleName, read_manifest
 from trtpd.errors import InputError, ServeError
@@ -147,6 +148,9 @@ class Launcher:
         check_tag(self._options, self._models)
         self._home_roles = {name: roles.home_role(manifest, name) for name in self._models if name != ROUTER_MODEL}
         check_repository(build, self._models)
+        if ROUTER_MODEL in self._models:
+            for remark in find_profile(build, manifest).remarks:
+                self._say(remark)
         package = find_server()
         if package.remark:
             self._say(package.remark)

@@ -31,6 +31,7 @@ from trtpd.runtime.serve import rundir
 from trtpd.runtime.serve.answer import failure_of
 from trtpd.runtime.serve.driver import Driver
 from trtpd.runtime.serve.emitter import End
+from trtpd.runtime.serve.measured_costs import MeasuredCosts
 from trtpd.runtime.serve.metrics import Metrics, TritonMetrics
 from trtpd.runtime.serve.orders import Prepared
 from trtpd.runtime.serve.request import Asked, ModelLimits, parse, query_of, tokenise
@@ -65,8 +66,17 @@ class PipelineModel:
         self._limits = limits_of(build, self._manifest, self._text)
         self._sharing = Sharing.of(self._manifest)
         self._metrics = Metrics(TritonMetrics(pb_utils), self._manifest.model)
+        self._costs = MeasuredCosts.of_build(build, self._manifest)
+        for remark in self._costs.status["remarks"]:
+            log.warning("%s", remark)
         self._driver = Driver(
-            RouterCore(policy_of(self._manifest), seed=secrets.randbits(32)),
+            RouterCore(
+                policy_of(self._manifest),
+                seed=secrets.randbits(32),
+                step_times=self._costs.step_times,
+                fingerprint=self._costs.fingerprint,
+                near_bytes_per_s=self._costs.near_bytes_per_s,
+            ),
             _link_maker(),
             self._text,
             self._metrics,
@@ -134,6 +144,7 @@ class PipelineModel:
             "fingerprint": self._manifest.pair_fingerprint,
             "trtpd": self._manifest.trtpd,
             "max_seq_tokens": self._limits.max_seq_tokens,
+            "profile": self._costs.status,
         }
         return json.dumps(about | self._driver.status())
 

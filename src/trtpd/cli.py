@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn, TypeAlias
 
-from trtpd import __version__, commands, perf_cli
+from trtpd import __version__, commands, perf_cli, profile_cli
 from trtpd.console import say
 from trtpd.errors import TrtpdError
 
@@ -101,6 +101,7 @@ def parser() -> Parser:
         _bench,
         _perf_analyzer,
         _compare,
+        _profile,
         _doctor,
     ):
         add(subs)
@@ -271,6 +272,17 @@ def _compare(subs: Subparsers) -> None:
     )
     perf_cli.add_compare(sub)
     sub.set_defaults(run=perf_cli.compare)
+
+
+def _profile(subs: Subparsers) -> None:
+    sub = _command(
+        subs,
+        "profile",
+        "measure what a build's steps and transfers cost here; the router predicts by it",
+        "trtpd profile BUILD --budget-s 300",
+    )
+    profile_cli.add_profile(sub)
+    sub.set_defaults(run=profile_cli.profile)
 
 
 def _doctor(subs: Subparsers) -> None:

@@ -56,12 +56,15 @@ def init(args: argparse.Namespace) -> int:
 
 def lint(args: argparse.Namespace) -> int:
     from trtpd.build.lint import lint as findings_of
+    from trtpd.build.lint import notes_on
 
     findings = findings_of(args.path)
     errors = sum(finding.severity == "error" for finding in findings)
     lines = [str(finding) for finding in findings]
+    notes = notes_on(args.path)
+    lines += [f"note: {note}" for note in notes]
     lines.append(f"{args.path}: {errors} errors, {len(findings) - errors} warnings")
-    document = {"errors": errors, "findings": [asdict(finding) for finding in findings]}
+    document = {"errors": errors, "findings": [asdict(finding) for finding in findings], "notes": notes}
     console.result(document, as_json=args.json, text="\n".join(lines))
     return 1 if errors else 0
 
@@ -230,11 +233,20 @@ def _show_status(found: Mapping[str, Any]) -> None:
     ]
     headings = ["instance", "role", "state", "requests", "running + waiting", "KV blocks used", "generation"]
     console.table(headings, rows)
+    print(_profile_line(found.get("profile") or {}))
     print(f"in flight {found['requests_in_flight']}, queued {found['queued']}")
     counts = ", ".join(f"{name} {value}" for name, value in sorted(found["counters"].items()) if value)
     print(f"since start: {counts or 'nothing yet'}")
     for fault in found["faults"][-5:]:
         print(f"fault {fault['ago_s']:.0f} s ago: {fault['what']}")
+
+
+def _profile_line(profile: Mapping[str, Any]) -> str:
+    """What the router predicts by; {} of a server that doesn't say."""
+    if not profile.get("path"):
+        return "profile: none, step times are learned while serving"
+    errors = ", ".join(f"{role} {found['p50']:.0%} / {found['p95']:.0%}" for role, found in profile["roles"].items())
+    return f"profile: {profile['path']} of {profile['made_at']}, error p50 / p95: {errors}"
 
 
 def doctor(args: argparse.Namespace) -> int:

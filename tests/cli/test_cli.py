@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models
 from trtpd import cli, commands, console
 from trtpd.errors import BuildError, SpecError
 
-COMMANDS = ["fetch", "init", "lint", "build", "keys", "serve", "generate", "status", "doctor"]
+COMMANDS = ["fetch", "init", "lint", "build", "keys", "serve", "generate", "status", "profile", "doctor"]
 
 
 def run(*args: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
@@ -44,6 +44,8 @@ def test_every_command_has_help_with_an_example(command, capsys):
         ("serve", "B", "--drain-s", "nan"),
         ("generate", "hello", "--max-tokens", "many"),
         ("build",),
+        ("profile", "B", "--budget-s", "0"),
+        ("profile", "no-such-build"),
     ],
 )
 def test_bad_usage_is_one_line_and_exit_2(args, capsys):

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from trtpd.errors import InputError
-from trtpd.runtime.core.cost import LinearStepTime
+from trtpd.perf.simulated_worker import WorkerSpec
+from trtpd.runtime.core.cluster import Cluster
+from trtpd.runtime.core.cost import Costs, LinearStepTime, StepWork
+from trtpd.runtime.core.events import Hello
 
 MODEL = LinearStepTime(
     fixed_s=0.01, prefill_token_s=1e-4, prefill_pair_s=1e-8, decode_sequence_s=1e-3, decode_kv_token_s=1e-6
@@ -52,3 +57,55 @@ def test_a_negative_cost_is_refused() -> None:
         LinearStepTime(
             fixed_s=-1.0, prefill_token_s=0.0, prefill_pair_s=0.0, decode_sequence_s=0.0, decode_kv_token_s=0.0
         )
+
+
+def test_a_step_with_both_kinds_of_work_costs_what_each_adds() -> None:
+    model = replace(MODEL, prefill_step_s=0.004, decode_step_s=0.002)
+    nothing = {"n_prefill": 0, "prefill_tokens": 0, "prefill_kv_tokens": 0, "n_decode": 0, "decode_kv_tokens": 0}
+    alone = [model.step_s(**{**nothing, kind: 1}) for kind in ("n_prefill", "n_decode")]
+    both = model.step_s(**{**nothing, "n_prefill": 1, "n_decode": 1})
+    assert both == pytest.approx(sum(alone) - MODEL.fixed_s)
+
+
+@given(tokens=st.integers(1, 4096), chunk_tokens=st.integers(1, 512))
+def test_a_prompt_costs_its_steps(tokens: int, chunk_tokens: int) -> None:
+    model = replace(MODEL, chunk_tokens=chunk_tokens)
+    starts = range(0, tokens, chunk_tokens)
+    steps = [
+        model.step_s(
+            n_prefill=1,
+            prefill_tokens=min(chunk_tokens, tokens - start),
+            prefill_kv_tokens=start + min(chunk_tokens, tokens - start) // 2,
+            n_decode=0,
+            decode_kv_tokens=0,
+        )
+        for start in starts
+    ]
+    assert model.prompt_s(tokens) == pytest.approx(sum(steps), rel=1e-2)
+
+
+@pytest.mark.parametrize("wrong", [{"decode_step_s": float("inf")}, {"prefill_step_s": -1e-9}, {"chunk_tokens": 0}])
+def test_a_term_that_can_not_be_is_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(InputError, match=next(iter(wrong))):
+        replace(MODEL, **wrong)
+
+
+def hello(fingerprint: str = "f") -> Hello:
+    return WorkerSpec(name="d", role="decode", fingerprint=fingerprint).hello("1")
+
+
+def test_measured_costs_are_of_one_build_and_those_of_another_are_learned() -> None:
+    costs = Costs({"decode": MODEL}, fingerprint="f")
+    assert costs.known(hello(), "decode")
+    assert costs.decode_s(hello(), "decode", 0.0) == pytest.approx((0.011, 0.001))
+    assert not costs.known(hello("g"), "decode")
+    assert costs.decode_s(hello("g"), "decode", 0.0) == Costs().decode_s(hello("g"), "decode", 0.0)
+
+
+def test_an_instance_that_is_slower_than_measured_is_seen_as_that() -> None:
+    cluster = Cluster(Costs({"decode": MODEL}, fingerprint="f"))
+    instance = cluster.register(hello())
+    for _ in range(400):
+        instance.reports += 1
+        cluster.observe(instance, StepWork(n_decode=4), 3 * (0.01 + 0.004))
+    assert instance.factor == pytest.approx(3.0, rel=0.05)

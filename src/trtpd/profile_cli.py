@@ -1,0 +1,108 @@
+"""`trtpd profile`: its arguments, and what it shows."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from trtpd import console
+from trtpd.errors import InputError
+
+
+def add_profile(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "build", type=Path, metavar="BUILD|FILE", help="a build directory, or a pipeline file that is built for the run"
+    )
+    sub.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="default: profile.json in the build, where `trtpd serve` finds it; for a pipeline file what "
+        "scheduler.profile names, else profile.json beside it",
+    )
+    sub.add_argument("--roles", default="", metavar="NAME,...", help="only these engines (and --paths)")
+    sub.add_argument("--paths", default="", metavar="NAME,...", help="only these transfers: shm, nixl, tcp")
+    sub.add_argument(
+        "--budget-s", type=float, default=600.0, metavar="S", help="no cell begins that would end later; again goes on"
+    )
+    sub.add_argument("--force", action="store_true", help="begin anew, whatever is in the file")
+
+
+def profile(args: argparse.Namespace) -> int:
+    from trtpd.perf.profile_report import HEADINGS, lines, rows
+    from trtpd.perf.profiler import ProfileOptions, Profiler
+
+    if not 0.0 < args.budget_s < 1e9:
+        raise InputError(f"--budget-s is {args.budget_s:g}; it must be above 0")
+    with _build_of(args.build) as build, console.progress() as progress:
+        out = args.output or _place(args.build)
+        options = ProfileOptions(
+            build=build,
+            out=out,
+            roles=_names(args.roles),
+            paths=_names(args.paths),
+            budget_s=args.budget_s,
+            force=args.force,
+        )
+        profiler = Profiler(options, progress)
+        for note in profiler.notes:
+            console.say(note)
+        _end_on_sigterm()
+        try:
+            found = profiler.run()
+        except KeyboardInterrupt:
+            done, left = profiler.cells
+            console.say(f"{out}: {done} cells are measured, {left} are left; the same command goes on")
+            raise
+        done, left = profiler.cells
+    if args.json:
+        about = {"path": str(out), "cells": done, "cells_left": left}
+        console.result(found.model_dump(mode="json") | about, as_json=True)
+        return 0
+    console.table(HEADINGS, rows(found))
+    print("\n".join(["", *lines(found)]))
+    if left:
+        console.say(f"{left} cells are left; the same command goes on")
+    print(out)
+    return 0
+
+
+def _end_on_sigterm() -> None:
+    """As on Ctrl-C: its processes and what it built go with it."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+@contextmanager
+def _build_of(path: Path) -> Iterator[Path]:
+    """The build directory; for a pipeline file one that is made now and removed afterwards."""
+    if not path.is_file():
+        yield path
+        return
+    from trtpd.build.builder import build
+    from trtpd.build.spec import load_spec
+
+    _end_on_sigterm()
+    with tempfile.TemporaryDirectory(prefix="trtpd-profile-") as folder:
+        with console.progress() as progress:
+            made = build(load_spec(path), Path(folder) / "BUILD", progress=progress)
+        yield made.out
+
+
+def _place(given: Path) -> Path:
+    """Where the profile goes if nobody says."""
+    from trtpd.build.cost_profile import PROFILE
+    from trtpd.build.spec import NO_PROFILE, load_spec
+
+    if not given.is_file():
+        return given / PROFILE
+    named = load_spec(given).scheduler.profile
+    return given.parent / PROFILE if named in (None, NO_PROFILE) else Path(str(named))
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
