@@ -36,8 +36,7 @@ class Forecast:
 def forecast(arrived: Arrived, model: str, books: Books) -> Forecast:
     """For a request that would be admitted now."""
     books.settle()
-    cluster = books.cluster
-    tables = cluster.prefillers(model)
+    tables = books.cluster.prefillers(model)
     queued, rate, own_s = 0.0, 0.0, float("inf")
     for table in tables:
         waiting, table_rate = table.queue()
