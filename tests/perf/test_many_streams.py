@@ -50,9 +50,7 @@ def test_all_streams_open_within_the_opening_each_with_its_own_prompt() -> None:
 
 def test_the_figures_are_those_of_the_run() -> None:
     records = (record(0, 1.0, 4.0), record(1, 2.0, 5.0), record(2, 4.5, 8.0))
-    info = RunInfo(
-        trtpd_records=FORMAT, workload="x", seed=0, open_loop=True, offered_until_s=4.5, interrupted=False
-    )
+    info = RunInfo(trtpd_records=FORMAT, workload="x", seed=0, open_loop=True, offered_until_s=4.5, interrupted=False)
     run = Run(info=info, records=records, health=HEALTH)
     found = many_streams.found_of(run, {"router": 10.0, "launcher": 0.004}, 3)
     assert (found.most_at_once, found.ended, found.tpot_p50_ms) == (2, {"finished:length": 3}, 1000.0)
