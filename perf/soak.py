@@ -1,13 +1,14 @@
 """A soak: hours at a steady load through real Triton, on emulated engines, and whether anything grows meanwhile.
 
     python -m trtpd.perf.soak [--minutes 60] [--warm-up 10] [--load 0.7] [--every 10] [--output DIR]
+    python -m trtpd.perf.soak --again --warm-up 20 --output DIR
 
 The engines are so slow that the whole deployment uses a small part of one core: the verdict is about what grows
 (memory, file descriptors, threads, shared memory, KV blocks), not about latency. First the deployment's capacity is
 measured, then it is loaded with a part of it; some requests are cancelled, some share beginnings, and answers are
 compared with those the idle server gave. Now and then the load pauses: nothing may be held then. Ctrl-C (or SIGTERM)
-ends it early with the report so far. DIR gets report.json, report.txt, growth.csv and samples.csv. Exit status 0 only
-if all was flat, right and let go of.
+ends it early with the report so far. DIR gets report.json, report.txt, growth.csv and samples.csv;
+`--again` judges those of a former soak with another warm-up. Exit status 0 only if all was flat, right and let go of.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from trtpd.errors import TrtpdError
 from trtpd.perf.environment import this_environment
 from trtpd.perf.served import Served, build, served, tiny_model
 from trtpd.perf.soak_load import Mix, SoakLoad
-from trtpd.perf.soak_report import Pause, Report, growth_table, judge, verdict_of, write
+from trtpd.perf.soak_report import SAMPLES, Pause, Report, growth_table, judge, judged_again, verdict_of, write
 from trtpd.perf.soak_watch import Watch, held, read_samples
 from trtpd.perf.triton_transport import TritonTransport
 from trtpd.runtime.serve.client import status
@@ -44,7 +45,8 @@ MIX = Mix()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """`load`: the part of the capacity that is asked for. The first `warm_up_s` are not judged."""
+    """`load`: the part of the capacity that is asked for. The first `warm_up_s` are not judged. `again`: nothing is
+    run."""
 
     seconds: float
     warm_up_s: float
@@ -53,6 +55,7 @@ class Options:
     output: Path
     seed: int
     model: Path | None
+    again: bool
 
 
 def pipeline(model: Path) -> dict[str, Any]:
@@ -102,14 +105,15 @@ async def _run(server: Served, options: Options) -> dict[str, Any]:
         capacity_per_s = await load.capacity_per_s(users=2 * DECODES * BATCH, seconds=CALIBRATION_S)
         rate = options.load * capacity_per_s
         _say(f"capacity {capacity_per_s:.2f} requests a second; {rate:.2f} a second from now on")
-        watch = Watch(server, options.output / "samples.csv", every_s=options.every_s, more=load.recent)
+        await _settled(server)
+        watch = Watch(server, options.output / SAMPLES, every_s=options.every_s, more=load.recent)
         began_s = time.monotonic()
         with watch:
             pauses = await _drive(server, load, rate, options.seconds, stop)
         lasted_s = time.monotonic() - began_s
     finally:
         await transport.close()
-    growths = judge(read_samples(options.output / "samples.csv"), options.warm_up_s)
+    growths = judge(read_samples(options.output / SAMPLES), options.warm_up_s)
     return {
         "seconds": round(lasted_s, 1),
         "warm_up_s": options.warm_up_s,
@@ -167,8 +171,9 @@ def parse(argv: Sequence[str] | None) -> Options:
     parser.add_argument("--output", type=Path, default=Path("soak"), help="folder for the report")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--model", type=Path, help="folder whose tokenizer is used; SmolLM2 where none is given")
+    parser.add_argument("--again", action="store_true", help="run nothing: judge what DIR has of a former soak")
     given = parser.parse_args(argv)
-    if not 0.0 <= given.warm_up < given.minutes:
+    if given.warm_up < 0.0 or (given.warm_up >= given.minutes and not given.again):
         parser.error("--warm-up must be at least 0 and less than --minutes")
     if given.every <= 0.0 or not 0.0 < given.load <= 2.0:
         parser.error("--every must be above 0, --load above 0 and at most 2")
@@ -180,13 +185,14 @@ def parse(argv: Sequence[str] | None) -> Options:
         output=given.output,
         seed=given.seed,
         model=given.model,
+        again=given.again,
     )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     try:
-        report = soak(options)
+        report = judged_again(options.output, options.warm_up_s) if options.again else soak(options)
         write(report, options.output)
     except TrtpdError as error:
         print(f"soak: {error}", file=sys.stderr)

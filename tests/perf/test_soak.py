@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import csv
 import json
 import os
 import subprocess
@@ -10,10 +11,12 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 from trtpd_testing.fake_servers import fake_triton, fixed
 
+from trtpd.errors import InputError
 from trtpd.perf import soak
 from trtpd.perf.environment import this_environment
 from trtpd.perf.soak_load import Mix, Seen, SoakLoad
@@ -121,15 +124,12 @@ def samples(mib_per_hour: float) -> list[Sample]:
     ]
 
 
-@pytest.mark.parametrize(("mib_per_hour", "verdict"), [(0.0, "flat"), (0.5, "flat"), (7.0, "grows")])
-def test_the_verdict_is_about_what_grows_after_the_warm_up(mib_per_hour: float, verdict: str, tmp_path: Path) -> None:
-    found = judge(samples(mib_per_hour), 600.0)
-    assert {(one.what, one.judged) for one in found} == {("rss_bytes", True), ("fds", True), ("cpu_cores", False)}
-    assert verdict_of(found, wrong=False, held=False, changed=False) == verdict
-    report = Report(
+def report_of(seen: list[Sample], warm_up_s: float) -> Report:
+    found = judge(seen, warm_up_s)
+    return Report(
         environment=this_environment(),
         seconds=3600.0,
-        warm_up_s=600.0,
+        warm_up_s=warm_up_s,
         interrupted=False,
         capacity_per_s=10.0,
         rate_per_s=7.0,
@@ -142,12 +142,37 @@ def test_the_verdict_is_about_what_grows_after_the_warm_up(mib_per_hour: float, 
         processes_changed=[],
         status_misses=0,
         growth=found,
-        verdict=verdict,
+        verdict=verdict_of(found, wrong=False, held=False, changed=False),
     )
+
+
+@pytest.mark.parametrize(("mib_per_hour", "verdict"), [(0.0, "flat"), (0.5, "flat"), (7.0, "grows")])
+def test_the_verdict_is_about_what_grows_after_the_warm_up(mib_per_hour: float, verdict: str, tmp_path: Path) -> None:
+    found = judge(samples(mib_per_hour), 600.0)
+    assert {(one.what, one.judged) for one in found} == {("rss_bytes", True), ("fds", True), ("cpu_cores", False)}
+    assert verdict_of(found, wrong=False, held=False, changed=False) == verdict
+    report = report_of(samples(mib_per_hour), 600.0)
     write(report, tmp_path)
     assert json.loads((tmp_path / "report.json").read_text())["verdict"] == verdict
     assert len((tmp_path / "growth.csv").read_text().splitlines()) == 1 + len(found)
     assert growth_table(report)[0] == f"verdict: {verdict}"
+    assert msgspec.json.decode((tmp_path / "report.json").read_bytes(), type=Report) == report
+
+
+def test_a_former_soak_is_judged_again_with_another_warm_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    filled = [replace(one, values={("router", "rss_bytes"): 1e8 + 1e4 * min(one.at_s, 1500.0)}) for one in samples(0.0)]
+    write(report_of(filled, 600.0), tmp_path)
+    with (tmp_path / "samples.csv").open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(("at_s", "who", "what", "value"))
+        rows.writerows((one.at_s, *column, value) for one in filled for column, value in one.values.items())
+    again = ["--again", "--output", str(tmp_path), "--warm-up"]
+    assert soak.main([*again, "10"]) == 1
+    assert soak.main([*again, "25"]) == 0
+    assert json.loads((tmp_path / "report.json").read_text())["warm_up_s"] == 1500.0
+    assert soak.main([*again, "90"]) == InputError.exit_code
+    assert soak.main(["--again", "--output", str(tmp_path / "absent")]) == InputError.exit_code
+    assert "give the folder of a former one" in capsys.readouterr().err
 
 
 def test_the_worst_is_the_verdict() -> None:
