@@ -30,9 +30,16 @@ if TYPE_CHECKING:
 
 STAGES: tuple[tuple[str, Callable[[ServerTimes], float | None]], ...] = (
     ("queue", lambda times: times.queue_s),
-    ("prefill", lambda times: times.prefill_s),
+    ("prefill", lambda times: _prefill_s(times)),
     ("transfer waited for", lambda times: times.exposed_s),
 )
+
+
+def _prefill_s(times: ServerTimes) -> float | None:
+    """Where nothing is handed off the server tells no prefill of its own: all but the queue is it."""
+    if times.prefill_s is not None or times.ttft_s is None:
+        return times.prefill_s
+    return max(0.0, times.ttft_s - (times.queue_s or 0.0))
 
 
 def lines(result: Result) -> list[str]:

@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from trtpd.build.manifest import Manifest, read_manifest
@@ -32,6 +33,7 @@ from trtpd.perf.lengths import LengthFit
 from trtpd.perf.make_workload import Wanted, make
 from trtpd.perf.outside_server import outside
 from trtpd.perf.priority import before_others
+from trtpd.perf.process_cpu import machine_busy_s
 from trtpd.perf.prompt_text import Segment
 from trtpd.perf.records import Record
 from trtpd.perf.served import served
@@ -51,6 +53,9 @@ TUNING_SEED = 7919
 TUNING_PART = 0.5
 TUNING_SCALES = (0.5, 0.71, 1.0, 1.41, 2.0)
 PATIENCE = 1.5
+OTHERS_SHARE = 0.1
+"""Of the cores compared: what other work may take of them in a run that counts."""
+
 LONG_PERCENTILE = 90
 SERVER_START_S = 12.0
 
@@ -222,7 +227,7 @@ class Comparer:
                 self._progress("arms", repeat * len(chosen) + turn, total)
                 again = sorted({tops[variant.arm], tops[SPLIT]}) if not self._options.rates else rates
                 self._all(variant, [(rate, repeat) for rate in again])
-        for variant in chosen:  # once more where the client was late
+        for variant in chosen:  # once more what can't be used
             self._all(variant, [(f.rate, f.repeat) for f in self._folder.points(variant) if f.fault], afresh=True)
         self._progress("arms", total, total)
 
@@ -267,10 +272,14 @@ class Comparer:
     def _run(self, kind: str, variant: Variant, target: Target, rate: float, repeat: int) -> None:
         tuning = kind == "tuning"
         seed = TUNING_SEED if tuning else self._options.wanted.seed + repeat
-        workload = make(self._wanted(rate, seed, part=TUNING_PART if tuning else 1.0))
+        workload = _at_exactly(rate, make(self._wanted(rate, seed, part=TUNING_PART if tuning else 1.0)))
         name = f"{variant.folder} at {rate:g}, {kind} {repeat + 1}"
+        busy_s = machine_busy_s()
         run, cpu_s, nice = self._drive(target, workload, name, timeout_s=self._patience_s)
+        others_cores = max(0.0, machine_busy_s() - busy_s - sum(cpu_s.values())) / run.health.wall_s
         fault = ""
+        if others_cores > OTHERS_SHARE * len(self._cores):
+            fault = f"other work took {others_cores:.2f} of the {len(self._cores)} cores meanwhile"
         try:
             refuse_if_bottleneck(run.health, run.records, late_limit_for(self._slo))
         except BottleneckError as error:
@@ -285,6 +294,7 @@ class Comparer:
             cpu_s=cpu_s,
             fault=fault,
             client_nice=nice,
+            others_cores=others_cores,
         )
         self._folder.keep(kind, variant, file, run)
 
@@ -400,3 +410,15 @@ class Comparer:
         """Raises OutOfBudgetError."""
         if time.monotonic() + seconds > self._end_s:
             raise OutOfBudgetError
+
+
+def _at_exactly(rate: float, workload: Workload) -> Workload:
+    """The instants stretched so that the requests come at `rate` on the whole: a short run's own mean is off by chance,
+    and a goodput above what was said to be offered tells nobody anything."""
+    last_s = workload.duration_s
+    factor = len(workload.asks) / (rate * last_s) if last_s > 0.0 else 1.0
+    asks = (
+        ask if ask.at_s is None else msgspec.structs.replace(ask, at_s=round(ask.at_s * factor, 6))
+        for ask in workload.asks
+    )
+    return msgspec.structs.replace(workload, asks=tuple(asks))

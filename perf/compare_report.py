@@ -175,10 +175,12 @@ def _cpu_table(comparison: Comparison) -> Table:
     for arm, (rate, points, cores) in used.items():
         late = [point.file.health for point in points]
         lateness = max(one.late_p99_s for one in late), max(one.lag_p99_s for one in late)
+        others = [one for point in points if (one := point.file.others_cores) is not None]
         nice = ", ".join(sorted({f"{point.file.client_nice:d}" for point in points}))
         cells = [number(cores.get(kind)) for kind in kinds]
-        rows.append((f"{arm}, {rate:g}", *cells, *(f"{one * 1e3:.1f}" for one in lateness), nice))
-    client = ("client sent late p99, ms", "saw late p99, ms", "its nice")
+        other = number(max(others)) if others else NOTHING
+        rows.append((f"{arm}, {rate:g}", *cells, other, *(f"{one * 1e3:.1f}" for one in lateness), nice))
+    client = ("other work, cores, at most", "client sent late p99, ms", "saw late p99, ms", "its nice")
     return Table(headings=("arm, requests/s", *(f"{kind}, cores" for kind in kinds), *client), rows=rows)
 
 

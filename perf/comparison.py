@@ -25,7 +25,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PointFile(msgspec.Struct, frozen=True, kw_only=True):
-    """One run of one variant. `fault`: why its figures must not be used. `client_nice`: the client's priority."""
+    """One run of one variant. `fault`: why its figures must not be used. `client_nice`: the client's priority.
+    `others_cores`: what other work on the machine took meanwhile; None where that was not looked at."""
 
     arm: str
     variant: str
@@ -36,6 +37,7 @@ class PointFile(msgspec.Struct, frozen=True, kw_only=True):
     cpu_s: dict[str, float]
     fault: str = ""
     client_nice: int = 0
+    others_cores: float | None = None
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):

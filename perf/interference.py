@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -46,28 +47,47 @@ def interference_workload(
 
 
 def plot(arms: Mapping[str, Sequence[Record]]) -> Figure:
-    """For each arm the residents' token gaps over time; shaded from each prompt's arrival to its first token."""
-    with canvas(max(1, len(arms)), 1, height=1.9) as (figure, axes):
+    """For each arm the residents' token gaps over time; shaded from each prompt's arrival to its first token, and the
+    figures in the title are of the gaps that end there."""
+    with canvas(max(1, len(arms)), 1, height=2.1) as (figure, axes):
+        right_s = 0.0
         for number, (axis, (name, records)) in enumerate(zip(axes, arms.items(), strict=False)):
-            residents = [record for record in records if record.kind == "resident"]
-            x = [at_s for record in residents for at_s in record.at_s[1:]]
-            gaps = [b - a for record in residents for a, b in zip(record.at_s, record.at_s[1:], strict=False)]
-            axis.plot(x, np.array(gaps) * 1e3, ".", color=SERIES[number % len(SERIES)], markersize=2.5)
-            for record in records:
-                if record.kind == "prompt":
-                    until_s = record.at_s[0] if record.at_s else record.ended_s or record.scheduled_s
-                    axis.axvspan(record.scheduled_s, until_s, color="#f0d9d3", zorder=0, linewidth=0)
-                    axis.axvline(record.scheduled_s, color="#c8553d", linewidth=0.8)
-            worst = f", p99 {np.percentile(gaps, 99) * 1e3:,.0f} ms, largest {max(gaps) * 1e3:,.0f} ms" if gaps else ""
-            median = f": p50 {np.median(gaps) * 1e3:,.0f} ms" if gaps else ""
-            axis.set_title(f"{name}{median}{worst}")
+            windows = disturbed(records)
+            gaps = [gap for record in records if record.kind == "resident" for gap in timed_gaps(record)]
+            x, y = [at_s for at_s, _ in gaps], [gap_s * 1e3 for _, gap_s in gaps]
+            axis.plot(x, y, ".", color=SERIES[number % len(SERIES)], markersize=2.5)
+            for from_s, to_s in windows:
+                axis.axvspan(from_s, to_s, color="#f0d9d3", zorder=0, linewidth=0)
+                axis.axvline(from_s, color="#c8553d", linewidth=0.8)
+            axis.set_title(f"{name}{_summary([g for at_s, g in gaps if any(a <= at_s <= b for a, b in windows)])}")
             axis.set_yscale("log")
-            axis.set_ylabel("gap, ms")
-        axes[-1].set_xlabel("s; red: a long prompt arrives, shaded until its first token")
+            axis.set_ylabel("gap before a token, ms")
+            right_s = max([right_s, *(to_s for _, to_s in windows)])
+        axes[-1].set_xlabel("s after the start; red line: a long prompt arrives, shaded until its first token")
         low = min(axis.get_ylim()[0] for axis in axes)
         high = max(axis.get_ylim()[1] for axis in axes)
-        right = max(axis.get_xlim()[1] for axis in axes)
         for axis in axes:
             axis.set_ylim(low, high)
-            axis.set_xlim(0, right)
+            axis.set_xlim(0, right_s + FIRST_PROMPT_S)
         return figure
+
+
+def disturbed(records: Sequence[Record]) -> list[tuple[float, float]]:
+    """From each long prompt's arrival to its first token, or to its end if it had none."""
+    return [
+        (record.scheduled_s, record.at_s[0] if record.at_s else record.ended_s or record.scheduled_s)
+        for record in records
+        if record.kind == "prompt"
+    ]
+
+
+def timed_gaps(record: Record) -> list[tuple[float, float]]:
+    """(instant, gap before it) of each response but the first."""
+    return [(later, later - earlier) for earlier, later in pairwise(record.at_s)]
+
+
+def _summary(gaps: Sequence[float]) -> str:
+    if not gaps:
+        return ""
+    p50, p99, largest = (value * 1e3 for value in (np.median(gaps), np.percentile(gaps, 99), max(gaps)))
+    return f": while prompts are computed p50 {p50:,.0f} ms, p99 {p99:,.0f} ms, largest {largest:,.0f} ms"

@@ -29,6 +29,12 @@ class CpuTimes:
         return dict(sorted(used.items()))
 
 
+def machine_busy_s() -> float:
+    """CPU seconds that all of this machine's CPUs have spent on anything since it started, other guests' included."""
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - times.iowait - times.guest - times.guest_nice)  # guests are in user, nice
+
+
 def server_process(address: str) -> psutil.Process | None:
     """The process at the root of the server that listens on HOST:PORT here: `trtpd serve` if it is ours. None where
     the address is not this host's, or nothing of ours to see listens there."""

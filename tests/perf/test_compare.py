@@ -19,7 +19,7 @@ from trtpd.perf.compare import CompareOptions, Comparer
 from trtpd.perf.compare_arms import CHUNKED, COLOCATED, OUTSIDE, SPLIT, cores_of, next_variant, variants
 from trtpd.perf.lengths import LengthFit
 from trtpd.perf.make_workload import Wanted
-from trtpd.perf.priority import before_others
+from trtpd.perf.priority import AUTOGROUP, before_others
 from trtpd.perf.slo import FixedSlo
 from trtpd.perf.verdict import best, verdict
 
@@ -91,10 +91,13 @@ def test_the_client_is_held_to_the_targets_and_not_to_what_a_slow_arm_took():
 
 
 def test_the_client_goes_back_to_its_own_priority():
-    before = os.getpriority(os.PRIO_PROCESS, 0)
+    def now() -> tuple[int, str]:
+        return os.getpriority(os.PRIO_PROCESS, 0), AUTOGROUP.read_text() if AUTOGROUP.exists() else ""
+
+    before = now()
     with before_others() as nice:
-        assert nice == os.getpriority(os.PRIO_PROCESS, 0) <= before
-    assert os.getpriority(os.PRIO_PROCESS, 0) == before
+        assert nice == now()[0] <= before[0]
+    assert now() == before
 
 
 def test_an_outside_server_is_called_by_what_it_runs(tmp_path):
@@ -142,6 +145,7 @@ def arms(monkeypatch):
 
     monkeypatch.setattr(Comparer, "_serve", serve)
     monkeypatch.setattr(room, "refuse_if_bottleneck", lambda *_: None)
+    monkeypatch.setattr(room, "OTHERS_SHARE", 99.0)
     monkeypatch.setattr(interference, "FIRST_PROMPT_S", 0.2)
     monkeypatch.setattr(interference, "LEAST_PAUSE_S", 0.2)
     monkeypatch.setattr(room, "FACTOR", 0.625)  # of a colocated gap: between the other two
