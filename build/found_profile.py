@@ -12,7 +12,7 @@ import msgspec
 
 from trtpd.build.cost_profile import PROFILE, CostProfile, read_profile
 from trtpd.build.machine import cpu_name
-from trtpd.build.manifest import Manifest, RoleName
+from trtpd.build.manifest import Manifest, RoleName, settings_as
 from trtpd.build.spec import NO_PROFILE
 from trtpd.errors import InputError
 
@@ -45,7 +45,7 @@ def find_profile(build: Path, manifest: Manifest, *, cpu: str | None = None) -> 
     One that lies in the build and can't be used is passed over with a remark. Raises InputError for one that the
     pipeline file names and that can't be read, or is of another build.
     """
-    named = msgspec.convert(manifest.settings, type=_Settings).scheduler.profile
+    named = settings_as(manifest.settings, _Settings).scheduler.profile
     if named == NO_PROFILE:
         return FoundProfile(remarks=("scheduler.profile is none: the router learns step times while it serves",))
     path = build / PROFILE if named is None else Path(named)

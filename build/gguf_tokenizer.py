@@ -14,6 +14,7 @@ from trtpd.errors import CheckpointError
 
 _Value = TypeVar("_Value", str, int, float)
 
+TEMPLATE_FIELD = "tokenizer.chat_template"
 _CONTROL, _USER_DEFINED = 3, 4
 
 _SPLIT = (
@@ -162,7 +163,7 @@ def write_tokenizer(gguf: GgufFile, folder: Path) -> None:
         "model_max_length": gguf.architecture.max_position_embeddings,
     }
     config |= {f"{name}_token": tokens[token_id] for name, token_id in ids.items()}
-    if template := gguf.metadata.get("tokenizer.chat_template"):
+    if template := gguf.metadata.get(TEMPLATE_FIELD):
         config["chat_template"] = template
     generation = {f"{name}_token_id": token_id for name, token_id in ids.items() if name != "unk"}
     tokenizer.save(str(folder / "tokenizer.json"))

@@ -31,8 +31,8 @@ from trtpd.build.manifest import (
     rebuild,
 )
 from trtpd.build.resolve import ResolvedRole, resolve
-from trtpd.build.spec import ROLES, PipelineSpec, load_spec
-from trtpd.build.tensors import TensorFile
+from trtpd.build.spec import ROLES, PipelineSpec, load_spec, settings_fault
+from trtpd.build.tensors import FETCH_AGAIN, TensorFile
 from trtpd.build.tokenizer_files import tokenizer_fault
 from trtpd.errors import CheckpointError, EngineError, InputError
 
@@ -142,6 +142,9 @@ def lint_build(build: Path, *, machine: Machine | None = None) -> list[Finding]:
     manifest = read_manifest(build)
     configs: dict[RoleName, EngineConfig] = {}
     findings = list(_complete(manifest))
+    if fault := settings_fault(manifest):
+        findings.append(_broken(MANIFEST, fault))
+        return findings
     for name, entry in manifest.roles.items():
         role = cast(RoleName, name)
         try:
@@ -293,4 +296,4 @@ def _weights(directory: Path, where: str, config: EngineConfig) -> Iterator[Find
         try:
             TensorFile(directory / weights_file(rank))
         except CheckpointError as error:
-            yield _broken(where, str(error))
+            yield _broken(where, str(error).removesuffix(FETCH_AGAIN))

@@ -11,12 +11,14 @@ BUILD/
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from trtpd import __version__
+from trtpd.build.decoding import typed_json
 from trtpd.build.machine import cpu_features, installed_version
 from trtpd.errors import EngineError, InputError, LayoutError
 from trtpd.kv_transfer.layout import KVLayout
@@ -284,8 +286,20 @@ class _PoolSettings(msgspec.Struct, frozen=True):
 
 
 def is_elastic(manifest: Manifest) -> bool:
-    """Whether instances may take the other role of the pair (`pools.elastic`)."""
-    return msgspec.convert(manifest.settings, type=_PoolSettings).pools.elastic
+    """Whether instances may take the other role of the pair (`pools.elastic`). Raises InputError."""
+    return settings_as(manifest.settings, _PoolSettings).pools.elastic
+
+
+_Settings = TypeVar("_Settings")
+
+
+def settings_as(settings: Mapping[str, object], kind: type[_Settings]) -> _Settings:
+    """The part of a manifest's settings that `kind` names. Raises InputError for one that was edited by hand into what
+    can't be."""
+    try:
+        return msgspec.convert(settings, type=kind)
+    except msgspec.ValidationError as error:
+        raise InputError(f"the settings in {MANIFEST} are wrong ({error}); {REBUILD}") from error
 
 
 def rebuild(build: Path | None) -> str:
@@ -371,7 +385,7 @@ _Kind = TypeVar("_Kind", Manifest, EngineConfig)
 def _decode(path: Path, kind: type[_Kind]) -> _Kind:
     """Checks the format first, so that another version is called that and not a broken file."""
     raw = path.read_bytes()
-    found = msgspec.json.decode(raw, type=_FormatOnly).format
+    found = typed_json(raw, _FormatOnly).format
     if found != FORMAT:
         raise ValueError(f"build format {found}, this trtpd ({__version__}) reads format {FORMAT}")
-    return msgspec.json.decode(raw, type=kind)
+    return typed_json(raw, kind)

@@ -59,7 +59,10 @@ def kept_tuning(
         return None, ()
     if former.manifest.tuning_key != tuning_key(spec, checkpoint, machine):
         return None, (LOST_TUNING,)
-    return kept_wishes(former.manifest.tuning, file_wishes(spec)), (KEPT_TUNING,)
+    try:
+        return kept_wishes(former.manifest.tuning, file_wishes(spec)), (KEPT_TUNING,)
+    except msgspec.ValidationError:  # edited by hand
+        return None, (LOST_TUNING,)
 
 
 def with_kept(plan: BuildPlan, former: Former | None, *, tuned: bool) -> BuildPlan:

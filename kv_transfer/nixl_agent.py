@@ -20,7 +20,7 @@ from trtpd.errors import PeerGoneError, TransferError
 from trtpd.kv_transfer.host import device_of, is_loopback
 
 UCX_TLS = "^cma,knem,xpmem"
-INSTALL = "pip install 'trtpd[nixl]' (Linux on x86-64 or arm64)"
+INSTALL = "pip install '.[nixl]' in trtpd's source folder (Linux on x86-64 or arm64)"
 
 Pieces = npt.NDArray[np.uint64]
 """Rows of (address, bytes, 0)."""

@@ -1,32 +1,45 @@
 """The router's placement against three plain ones, on the virtual clock: `python -m trtpd.perf.ablation`.
 
-The same core, settings, load, seeds and faults in every arm; only what decides where a request goes differs. Nothing is
-refused for its targets and no session is moved, so that placement is what is compared and every request counts. A last
-arm shows what moving sessions adds to ours.
+The same core, settings, requests, seeds and faults in every arm; only what decides where a request goes differs.
+Nothing is refused for its targets and no session is moved, so that placement is what is compared and every request
+counts. A last arm, `ours_moving`, shows what moving sessions adds to ours; it takes no part in the comparison.
+
+The loads follow from a rule and not from results: requests arrive at LOADS parts of what the scenario's cluster can
+serve at its weakest by the step-time model (see capacity.py), the same parts in every scenario.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from trtpd.perf.baselines import baseline
+from trtpd.perf.capacity import demand
 from trtpd.perf.outcome import Summary
 from trtpd.perf.scenario import Faults, Kill, SimRequest, Slow
 from trtpd.perf.simulate import Simulation
-from trtpd.perf.simulated_worker import WorkerSpec
+from trtpd.perf.worker_spec import WorkerSpec
 from trtpd.runtime.core import place
-from trtpd.runtime.core.cost import LinearStepTime
+from trtpd.runtime.core.cost import LinearStepTime, StepTimeModel
+from trtpd.runtime.core.events import Role
 from trtpd.runtime.core.policy import Policy
 from trtpd.runtime.core.router import RouterCore
 
-POLICIES = ("random", "round_robin", "least_queued", "ours", "ours_moving")
+ARMS = ("random", "round_robin", "least_queued", "ours")
+POLICIES = (*ARMS, "ours_moving")
+LOADS = (0.5, 0.7, 0.9)
+NEAR = 0.03
+"""Ours is as good as the best when it is within this part of it."""
+
+SAMPLE_S, FIRST_RATE, ROUNDS = 1000.0, 10.0, 3
+"""From so many seconds of each stream its demand is reckoned, and in so many rounds its rate."""
 TTFT_S, TPOT_S = 1.0, 0.05
 BLOCK_TOKENS = 32
 NO_MOVES = 1e9
@@ -54,12 +67,11 @@ def pools(prefill: int = 4, decode: int = 4, **more: Any) -> list[WorkerSpec]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """`load(rng, seconds, rate)` makes the requests of one run; `rate` is requests a second."""
+    """`load(rng, seconds, rate)` makes the requests of one run; `rate` is requests a second, bursts aside."""
 
     name: str
     what: str
     load: Callable[[random.Random, float, float], list[SimRequest]]
-    rate: float
     faults: Faults = field(default_factory=Faults)
     workers: tuple[WorkerSpec, ...] = field(default_factory=lambda: tuple(pools()))
 
@@ -115,20 +127,18 @@ def shared(rng: random.Random, seconds: float, rate: float) -> list[SimRequest]:
 
 
 SCENARIOS = (
-    Scenario(name="a_long_sessions", what="chat, some answers ten times as long (false idle)", load=chat, rate=15.0),
-    Scenario(name="b_bursts", what="bursts of long prompts over a calm stream", load=bursts, rate=12.0),
+    Scenario(name="a_long_sessions", what="chat, some answers ten times as long (false idle)", load=chat),
+    Scenario(name="b_bursts", what="bursts of long prompts over a calm stream", load=bursts),
     Scenario(
         name="c_shared_prefixes",
         what="a dozen system prompts, prefix caches on prefill",
         load=shared,
-        rate=42.0,
         workers=tuple(pools(cache_blocks=512)),
     ),
     Scenario(
         name="d_one_slow",
         what="decode_1 and prefill_1 take three times as long from the fifth second",
         load=chat,
-        rate=12.5,
         faults=Faults(
             slow=tuple(Slow(instance=name, from_s=5.0, to_s=1e9, factor=3.0) for name in ("decode_1", "prefill_1"))
         ),
@@ -137,7 +147,6 @@ SCENARIOS = (
         name="e_killed",
         what="decode_0 and prefill_0 die and are back after ten seconds",
         load=chat,
-        rate=14.5,
         faults=Faults(
             kills=(
                 Kill(instance="decode_0", at_s=10.0, back_after_s=10.0),
@@ -148,53 +157,114 @@ SCENARIOS = (
 )
 
 
-def run(scenario: Scenario, policy: str, *, seconds: float, seed: int) -> Summary:
-    """One arm of one scenario."""
+def rate_at(scenario: Scenario, part: float) -> float:
+    """Requests a second that ask for `part` of what the scenario's cluster can do at its weakest. Demand grows
+    about linearly with the rate, from that of the bursts alone."""
+
+    def asked(rate: float) -> float:
+        requests = scenario.load(random.Random("capacity"), SAMPLE_S, rate)
+        found = demand(requests, scenario.workers, MODEL, seconds=SAMPLE_S, tpot_s=TPOT_S, faults=scenario.faults)
+        return found.most
+
+    base, rate = asked(FIRST_RATE / 1e6), FIRST_RATE
+    for _ in range(ROUNDS):
+        rate *= (part - base) / (asked(rate) - base)
+    return round(rate, 2)
+
+
+def run(scenario: Scenario, policy: str, *, rate: float, seconds: float, seed: int, profiled: bool = False) -> Summary:
+    """One arm of one scenario. `profiled`: the router has the step times that `trtpd profile` would have measured; else
+    it learns them as it goes."""
     settings = Policy(refuse_late=False, queue_limit=100_000, queue_s=1e6, dwell_up_s=1e9, move_gain=NO_MOVES)
     if policy == "ours_moving":
         settings = replace(settings, move_gain=Policy().move_gain)
     choose = place.choose if policy.startswith("ours") else baseline(policy, seed)
-    core = RouterCore(settings, seed=seed, choose=choose)
+    step_times: dict[Role, StepTimeModel] | None = {"prefill": MODEL, "decode": MODEL} if profiled else None
+    core = RouterCore(settings, seed=seed, step_times=step_times, choose=choose)
     simulation = Simulation(
         core=core,
         workers=scenario.workers,
         model=MODEL,
-        requests=scenario.load(random.Random(seed), seconds, scenario.rate),
+        requests=scenario.load(random.Random(seed), seconds, rate),
         faults=scenario.faults,
         seed=seed,
     )
     return simulation.run()
 
 
-def row(scenario: Scenario, policy: str, *, seconds: float, seeds: Sequence[int]) -> dict[str, Any]:
-    """Means over the seeds. Goodput is the part of all requests that finished inside both targets."""
-    found = [run(scenario, policy, seconds=seconds, seed=seed) for seed in seeds]
+METRICS: dict[str, Callable[[Summary], float]] = {
+    "goodput": lambda s: s.kinds.get("good", 0) / s.requests,
+    "ttft_p99_s": lambda s: s.ttft_s["p99"] if s.ttft_s else math.inf,
+    "tpot_p99_s": lambda s: s.tpot_s["p99"] if s.tpot_s else math.inf,
+}
+"""Goodput is the part of all requests that finished inside both targets."""
+
+
+def row(
+    scenario: Scenario,
+    policy: str,
+    *,
+    load: float,
+    rate: float,
+    seconds: float,
+    seeds: Sequence[int],
+    profiled: bool = False,
+) -> dict[str, Any]:
+    """Of each metric the mean over the seeds and its standard deviation."""
+    found = [run(scenario, policy, rate=rate, seconds=seconds, seed=seed, profiled=profiled) for seed in seeds]
+    values = {name: [read(summary) for summary in found] for name, read in METRICS.items()}
     return {
         "scenario": scenario.name,
+        "load": load,
+        "rate": rate,
         "policy": policy,
-        "goodput": round(float(np.mean([s.kinds.get("good", 0) / s.requests for s in found])), 4),
-        "ttft_p99_s": round(float(np.mean([s.ttft_s["p99"] for s in found if s.ttft_s])), 3),
-        "tpot_p99_s": round(float(np.mean([s.tpot_s["p99"] for s in found if s.tpot_s])), 4),
-        "requests": sum(s.requests for s in found),
+        "requests": sum(summary.requests for summary in found),
+        **{name: round(float(np.mean(one)), 4) for name, one in values.items()},
+        **{f"{name}_sd": round(float(np.std(one)), 4) for name, one in values.items()},
     }
+
+
+def behind(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """For each metric by how large a part ours is behind the best of the arms: 0 where it is the best."""
+    arms = [one for one in rows if one["policy"] in ARMS]
+    ours = next(one for one in arms if one["policy"] == "ours")
+    found = {}
+    for name in METRICS:
+        best = (max if name == "goodput" else min)(one[name] for one in arms)
+        found[name] = round(abs(ours[name] - best) / best, 4) if best else 0.0
+    return found
+
+
+def shown(one: Mapping[str, Any]) -> str:
+    figures = "".join(f"{one[name]:>12.4f} ±{one[name + '_sd']:<8.4f}" for name in METRICS)
+    return f"{one['scenario']:>18}{one['load']:>6.0%}{one['rate']:>8.2f}/s{one['policy']:>14}{figures}"
+
+
+def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Where ours is not within NEAR of the best."""
+    far = {name: part for name, part in behind(rows).items() if part > NEAR}
+    return "ours is best or near it in all" if not far else f"ours is behind: {far}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=40.0)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--loads", type=float, nargs="+", default=list(LOADS))
+    parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES)
     parser.add_argument("--only", default="", help="scenarios whose name holds this")
+    parser.add_argument("--profiled", action="store_true", help="the router has measured step times")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)
-    for scenario in SCENARIOS:
-        if options.only not in scenario.name:
-            continue
-        for policy in POLICIES:
-            found = row(scenario, policy, seconds=options.seconds, seeds=range(options.seeds))
-            if options.json:
-                print(json.dumps(found), flush=True)
-            else:
-                print("  ".join(f"{value!s:>18}" for value in found.values()), flush=True)
+    for scenario in (one for one in SCENARIOS if options.only in one.name):
+        for load in options.loads:
+            rate, rows = rate_at(scenario, load), []
+            for policy in options.policies:
+                how: dict[str, Any] = {"seconds": options.seconds, "profiled": options.profiled}
+                rows.append(row(scenario, policy, load=load, rate=rate, seeds=range(options.seeds), **how))
+                print(json.dumps(rows[-1]) if options.json else shown(rows[-1]), flush=True)
+            if not options.json and "ours" in options.policies:
+                print(f"{'':>18}{verdict(rows)}", flush=True)
 
 
 if __name__ == "__main__":

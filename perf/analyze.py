@@ -26,6 +26,7 @@ from trtpd.perf.perf_analyzer import (
 )
 from trtpd.perf.perf_analyzer_tool import find_tool
 from trtpd.perf.report import NOTHING, Table
+from trtpd.runtime.serve.address import server_address
 from trtpd.runtime.serve.client import status
 
 Progress = Callable[[str, int, int], None]
@@ -65,6 +66,7 @@ def analyze(options: AnalyzeOptions, *, progress: Progress) -> AnalyzeResult:
     """Raises InputError, ServeError if a server or the tool fails, BuildError if the tool can't be had."""
     if not options.loads or options.repeats < 1:
         raise InputError("nothing to measure: give --concurrency or --rates, and at least one repeat")
+    server_address(options.url)
     tool = find_tool(progress)
     found = status(options.url) if options.model == "pd" else None
     wanted = fitted(options.wanted, found)

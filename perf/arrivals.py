@@ -11,7 +11,6 @@ The mean rate is what was asked for whatever the shape: bursts are denser where 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -61,6 +60,10 @@ def _ramp(count: int, rate: float, rng: np.random.Generator, numbers: tuple[floa
     return np.asarray(instants + behind, dtype=np.float64)
 
 
+BOUNDS = {"CV": (0.01, 100.0), "ON": (1e-3, 1e6), "OFF": (1e-3, 1e6), "A": (1e-6, 1e6), "B": (1e-6, 1e6)}
+"""What the numbers of a shape may be: beyond, no arrivals of that kind can be told from others, or computed."""
+RATES = (1e-6, 1e6)
+
 SHAPES: dict[str, tuple[Maker, tuple[str, ...]]] = {
     "even": (_even, ()),
     "poisson": (_poisson, ()),
@@ -80,13 +83,19 @@ class Arrivals:
     def instants(self, count: int, rate: float, rng: np.random.Generator) -> Instants:
         """`count` ascending instants in seconds from 0 on, `rate` a second on average. Raises InputError for a rate
         that is not above 0."""
-        if not (math.isfinite(rate) and rate > 0.0):
-            raise InputError(f"the rate is {rate:g} requests/s; it must be above 0")
+        check_rate(rate)
         maker, _ = SHAPES[self.shape]
         return maker(count, rate, rng, self.numbers)
 
     def __str__(self) -> str:
         return self.shape + (":" + ",".join(f"{number:g}" for number in self.numbers) if self.numbers else "")
+
+
+def check_rate(rate: float) -> None:
+    """Raises InputError for a rate that means nothing."""
+    least, most = RATES
+    if not least <= rate <= most:
+        raise InputError(f"the rate is {rate:g} requests/s; it must be above 0 (between {least:g} and {most:g})")
 
 
 def parse(text: str) -> Arrivals:
@@ -103,8 +112,12 @@ def parse(text: str) -> Arrivals:
         raise InputError(f"arrivals {text!r}: {shape} takes {len(names)} numbers; write {_form(shape)}")
     for name, number in zip(names, numbers, strict=True):
         may_be_zero = name in ("OFF", "A", "B")
-        if not (math.isfinite(number) and (number > 0.0 or (number == 0.0 and may_be_zero))):
-            raise InputError(f"arrivals {text!r}: {name} is {number:g}; it must be {'0 or ' * may_be_zero}above 0")
+        least, most = BOUNDS[name]
+        if not (least <= number <= most or (number == 0.0 and may_be_zero)):
+            raise InputError(
+                f"arrivals {text!r}: {name} is {number:g}; it must {'be 0 or ' * may_be_zero}lie between {least:g} and "
+                f"{most:g}"
+            )
     if shape == "ramp" and sum(numbers) == 0.0:
         raise InputError(f"arrivals {text!r}: A and B are both 0; one of them must be above 0")
     return Arrivals(shape=shape, numbers=numbers)

@@ -31,6 +31,7 @@ from trtpd.runtime.serve.client import status
 
 SCALES = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0)
 PROMPT_TOLERANCE = 0.05
+SERVERS_TARGETS = " (from the server's pipeline file where not given)"
 
 Progress = Callable[[str, int, int], None]
 
@@ -46,6 +47,10 @@ class Target:
     channels: int = 1
     extra: Mapping[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        """Raises InputError for an address that can't be."""
+        self.transport()
+
     def transport(self) -> Transport:
         if self.openai:
             return OpenAiTransport(self.url, model=self.model, extra=self.extra)
@@ -55,7 +60,8 @@ class Target:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOptions:
     """`deployment` None: the CPUs of this host if the server runs here, else not known. `warm_up_s` None: a tenth of
-    the run. `send_targets`: the requests carry their targets, so that the router can plan and refuse by them."""
+    the run. `send_targets`: the requests carry their targets, so that the router can plan and refuse by them. Targets
+    that `slo` leaves open are those of the server's pipeline file, if it has some."""
 
     target: Target
     wanted: Wanted
@@ -64,6 +70,7 @@ class BenchOptions:
     timeout_s: float = 120.0
     deployment: Deployment | None = None
     send_targets: bool = True
+    targets_remark: str = ""
 
 
 class ServerLook(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,6 +117,7 @@ def bench(options: BenchOptions, *, progress: Progress = no_progress) -> Measure
     instead of figures that would describe the client. Call it from the main thread.
     """
     before = _status(options.target)
+    options = with_servers_targets(options, before)
     wanted = fitted(options.wanted, before)
     workload = make(wanted)
     environment = this_environment()
@@ -128,6 +136,19 @@ def fitted(wanted: Wanted, found: Mapping[str, Any] | None) -> Wanted:
     if longest is None or wanted.fit.max_total_tokens is not None:
         return wanted
     return replace(wanted, fit=replace(wanted.fit, max_total_tokens=int(longest)))
+
+
+def with_servers_targets(options: BenchOptions, found: Mapping[str, Any] | None) -> BenchOptions:
+    """The options with targets that are open filled in from the server's status."""
+    told = (found or {}).get("slo") or {}
+    slo = options.slo
+    if not isinstance(slo, FixedSlo):
+        return options
+    ttft_s, tpot_s = (None if told.get(name) is None else told[name] / 1e3 for name in ("ttft_ms", "tpot_ms"))
+    filled = FixedSlo(
+        ttft_s=ttft_s if slo.ttft_s is None else slo.ttft_s, tpot_s=tpot_s if slo.tpot_s is None else slo.tpot_s
+    )
+    return options if filled == slo else replace(options, slo=filled, targets_remark=SERVERS_TARGETS)
 
 
 def drive(options: BenchOptions, workload: Workload, progress: Progress) -> tuple[Run, dict[str, float]]:
@@ -180,7 +201,7 @@ def result_of(
         workload=workload.name,
         seed=workload.seed,
         notes=workload.notes,
-        targets=str(options.slo),
+        targets=f"{options.slo}{options.targets_remark}",
         slo=options.slo,
         figures=figures,
         health=run.health,

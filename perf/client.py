@@ -111,6 +111,11 @@ class Client:
             await self._transport.close()
         return self._result(monitor)
 
+    @property
+    def began_s(self) -> float:
+        """When the run began, by the loop's clock: what records count from."""
+        return self._begin_s
+
     def interrupt(self) -> None:
         """Idempotent."""
         if self._interrupted_s is None and not self._idle.is_set():

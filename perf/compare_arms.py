@@ -16,8 +16,8 @@ from typing import Any
 
 from trtpd.build.builder import build as make_build
 from trtpd.build.files import digest_of, link_tree
-from trtpd.build.manifest import MANIFEST, Manifest, read_manifest
-from trtpd.build.spec import parse_spec
+from trtpd.build.manifest import MANIFEST, Manifest, read_manifest, rebuild
+from trtpd.build.spec import parse_spec, settings_fault
 from trtpd.errors import InputError
 from trtpd.perf.climb import next_to_try
 
@@ -171,6 +171,9 @@ def build_variant(variant: Variant, build: Path, folder: Path) -> Path:
 
 
 def _settings(manifest: Manifest) -> dict[str, Any]:
+    """Raises InputError if they were edited by hand into what can't be."""
+    if fault := settings_fault(manifest):
+        raise InputError(f"{MANIFEST}: {fault}; {rebuild(None)}")
     return copy.deepcopy(dict(manifest.settings))
 
 

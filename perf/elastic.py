@@ -25,7 +25,7 @@ from trtpd.errors import TrtpdError
 from trtpd.perf.outcome import Summary
 from trtpd.perf.scenario import SimRequest
 from trtpd.perf.simulate import Node, Simulation
-from trtpd.perf.simulated_worker import WorkerSpec
+from trtpd.perf.worker_spec import WorkerSpec
 from trtpd.runtime.core.cost import LinearStepTime, StepTimeModel
 from trtpd.runtime.core.events import Command, Drain, Event, Hello, Lost, Role, SwitchRole
 from trtpd.runtime.core.policy import Policy

@@ -91,7 +91,9 @@ def _server(setup: LlamaSetup) -> Any:
     try:
         import xllamacpp
     except ImportError as error:
-        raise EngineError(f"llama.cpp can't be measured ({error}): pip install 'trtpd[bench]'") from error
+        raise EngineError(
+            f"llama.cpp can't be measured ({error}): pip install '.[bench]' in trtpd's source folder"
+        ) from error
     params = xllamacpp.CommonParams()
     params.model.path = setup.gguf
     params.n_ctx = setup.context_tokens * setup.slots

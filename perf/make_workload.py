@@ -9,21 +9,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import msgspec
 import numpy as np
 
+from trtpd.build.files import expanded
 from trtpd.errors import InputError
-from trtpd.perf.arrivals import Arrivals
+from trtpd.perf.arrivals import Arrivals, check_rate
 from trtpd.perf.lengths import LengthFit
 from trtpd.perf.prompt_text import Segment
 from trtpd.perf.traces import TraceOptions, read_trace
-from trtpd.perf.workload import Ask, Workload, closed_loop, load
+from trtpd.perf.workload import Ask, Workload, check_seed, closed_loop, load
 
 ZIPF = 1.1
 RAG_POOL = 64
 LONG_SHARE = 0.2
+MOST_REQUESTS = 10_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,13 +144,9 @@ KINDS: dict[str, Callable[[_Draw, int], list[Ask]]] = {
 def make(wanted: Wanted) -> Workload:
     """The same for the same `wanted`. Raises InputError for an unknown name, a bad file, or rate and concurrency
     that don't fit together."""
-    if wanted.name.endswith((".jsonl", ".jsonl.gz")) and not wanted.name.startswith("trace:"):
-        return load(Path(wanted.name).expanduser())
-    if wanted.requests < 1:
-        raise InputError(f"{wanted.requests} requests; there must be at least 1")
-    if wanted.concurrency is not None and (wanted.concurrency < 1 or wanted.rate is not None):
-        fault = "a rate is given too" if wanted.rate is not None else "it must be at least 1"
-        raise InputError(f"concurrency is {wanted.concurrency} and {fault}; give a rate or a concurrency of 1 or more")
+    if _is_saved(wanted.name):
+        return load(expanded(wanted.name))
+    check_wanted(wanted)
     asks = _asks(wanted)
     asks, notes = wanted.fit.apply(asks)
     if wanted.concurrency is not None:
@@ -161,14 +158,32 @@ def make(wanted: Wanted) -> Workload:
     return Workload(name=wanted.name, seed=wanted.seed, asks=tuple(timed), concurrency=wanted.concurrency, notes=notes)
 
 
-def _asks(wanted: Wanted) -> list[Ask]:
-    if wanted.name.startswith("trace:"):
-        return read_trace(wanted.name.removeprefix("trace:"), wanted.trace, limit=wanted.requests)
-    if wanted.name not in KINDS:
+def check_wanted(wanted: Wanted) -> None:
+    """Raises InputError for what can be seen to be wrong before a server is asked or a file is read."""
+    if _is_saved(wanted.name):
+        return
+    if not wanted.name.startswith("trace:") and wanted.name not in KINDS:
         raise InputError(
             f"workload {wanted.name!r} is not known; choose {', '.join(KINDS)}, trace:azure-code, trace:azure-conv, "
             "trace:mooncake, trace:FILE, or a saved .jsonl"
         )
+    check_seed(wanted.seed)
+    if wanted.rate is not None:
+        check_rate(wanted.rate)
+    if not 1 <= wanted.requests <= MOST_REQUESTS:
+        raise InputError(f"{wanted.requests} requests; there must be at least 1 and at most {MOST_REQUESTS:,}")
+    if wanted.concurrency is not None and (wanted.concurrency < 1 or wanted.rate is not None):
+        fault = "a rate is given too" if wanted.rate is not None else "it must be at least 1"
+        raise InputError(f"concurrency is {wanted.concurrency} and {fault}; give a rate or a concurrency of 1 or more")
+
+
+def _is_saved(name: str) -> bool:
+    return name.endswith((".jsonl", ".jsonl.gz")) and not name.startswith("trace:")
+
+
+def _asks(wanted: Wanted) -> list[Ask]:
+    if wanted.name.startswith("trace:"):
+        return read_trace(wanted.name.removeprefix("trace:"), wanted.trace, limit=wanted.requests)
     return KINDS[wanted.name](_Draw(wanted.seed), wanted.requests)
 
 
@@ -193,8 +208,6 @@ def _at_trace_times(asks: Sequence[Ask], wanted: Wanted) -> tuple[list[Ask], str
     span_s = max(ask.at_s or 0.0 for ask in asks)
     factor = 1.0
     if wanted.rate is not None and span_s > 0.0:
-        if not (math.isfinite(wanted.rate) and wanted.rate > 0.0):
-            raise InputError(f"the rate is {wanted.rate:g} requests/s; it must be above 0")
         factor = (len(asks) / wanted.rate) / span_s
     timed = [msgspec.structs.replace(ask, at_s=round((ask.at_s or 0.0) * factor, 6)) for ask in asks]
     scale = wanted.trace.time_scale * factor

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
 
+from trtpd.build.decoding import typed_json
 from trtpd.errors import InputError, ServeError
 from trtpd.perf.transport import Arrived, Ending, Question
 
@@ -23,7 +25,12 @@ class OpenAiTransport:
     """
 
     def __init__(self, url: str, *, model: str = "", extra: Mapping[str, Any] | None = None) -> None:
-        if not url.startswith(("http://", "https://")):
+        try:
+            parts = urlsplit(url)
+            valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            valid = False
+        if not valid:
             raise InputError(f"{url!r} is not the address of an OpenAI server; write http://HOST:PORT")
         self._root = url.rstrip("/").removesuffix("/v1")
         self._model = model
@@ -81,7 +88,7 @@ class OpenAiTransport:
                         reading.take(line[len(_DATA) :].strip(), arrived)
         except (aiohttp.ClientError, ConnectionError) as error:
             return Ending(state="failed", reason="connection", message=str(error) or type(error).__name__)
-        except msgspec.MsgspecError as error:
+        except ValueError as error:
             return Ending(state="failed", reason="protocol", message=f"an event is no JSON: {error}")
         return reading.ending()
 
@@ -99,7 +106,7 @@ class _Reading:
         if data == b"[DONE]":
             self._done = True
             return
-        event = msgspec.json.decode(data, type=dict[str, Any])
+        event = typed_json(data, dict[str, Any])
         for choice in event.get("choices") or ():
             text = choice.get("text") or (choice.get("delta") or {}).get("content")
             if text:
@@ -135,7 +142,7 @@ def _refusal(status: int, body: bytes) -> Ending:
 
 def _first_model(listed: bytes) -> str:
     try:
-        models = msgspec.json.decode(listed, type=dict[str, Any]).get("data") or []
+        models = typed_json(listed, dict[str, Any]).get("data") or []
         return str(models[0]["id"]) if models else ""
-    except (msgspec.MsgspecError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ServeError(f"/v1/models is not a list of models ({error}); name the model with --model") from error

@@ -21,7 +21,7 @@ import numpy as np
 
 from trtpd.errors import TrtpdError
 from trtpd.perf.live_load import LivePhase, PhaseResult, Sample, by_phase, drive, lost, settle, workload
-from trtpd.perf.records import Record
+from trtpd.perf.records import Record, save_records
 from trtpd.perf.served import build, served, tiny_model
 from trtpd.perf.slo import FixedSlo
 
@@ -125,14 +125,16 @@ def memory(samples: Sequence[Sample]) -> dict[str, tuple[float, float, float]]:
     return found
 
 
-def measure(turns: Sequence[LivePhase], *, model: Path | None = None) -> Overload:
-    """Builds, serves and drives it. Raises TrtpdError."""
+def measure(turns: Sequence[LivePhase], *, model: Path | None = None, records: Path | None = None) -> Overload:
+    """Builds, serves and drives it; what its clients saw goes to `records`. Raises TrtpdError."""
     with tempfile.TemporaryDirectory(prefix="trtpd-overload.") as name:
         folder = Path(name)
         made = build(folder, pipeline(tiny_model(folder / "model", model=model)))
         with served(made, log=folder / "serve.log") as server:
             run, during = drive(server, workload("overload", turns, 1), SLO)
             after = settle(server, SETTLE_S)
+    if records is not None:
+        save_records(records, run.info, run.records)
     samples = [*during.samples, *after.samples]
     found = by_phase(run.records, turns, SLO)
     once, thrice = found[0].goodput_per_s, found[1].goodput_per_s
@@ -157,6 +159,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--thrice-s", type=float, default=120.0, help="seconds at 3 x")
     parser.add_argument("--calm-s", type=float, default=15.0, help="seconds of calm behind it")
     parser.add_argument("--model", type=Path, help="folder whose tokenizer is used; SmolLM2 where none is given")
+    parser.add_argument("--records", type=Path, help="file for what became of each request")
     options = parser.parse_args(argv)
     if min(options.once_s, options.thrice_s, options.calm_s) <= 0.0:
         parser.error("--once-s, --thrice-s and --calm-s must be above 0")
@@ -166,7 +169,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     try:
-        found = measure(phases(options.once_s, options.thrice_s, options.calm_s), model=options.model)
+        turns = phases(options.once_s, options.thrice_s, options.calm_s)
+        found = measure(turns, model=options.model, records=options.records)
     except TrtpdError as error:
         print(f"overload: {error}", file=sys.stderr)
         return error.exit_code

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from trtpd.build.decoding import plain_json
 from trtpd.errors import ServeError
 from trtpd.perf.perf_analyzer_tool import Tool
 from trtpd.perf.prompt_text import Renderer, Segment
@@ -145,10 +146,10 @@ def read_export(path: Path, *, opening: int = 0) -> Latencies:
     """Of the first experiment in a profile export. Raises ServeError for a file of another shape. `opening`: see
     latencies."""
     try:
-        document = msgspec.json.decode(path.read_bytes())
+        document = plain_json(path.read_bytes())
         experiment = document["experiments"][0]
         requests = [_instants(request) for request in experiment["requests"]]
-    except (msgspec.MsgspecError, KeyError, IndexError, TypeError) as error:
+    except (ValueError, KeyError, IndexError, TypeError) as error:
         raise ServeError(f"{path}: not a profile export of perf_analyzer ({error!r})") from error
     return latencies(requests, opening=opening)
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trtpd.build.files import cache_dir, locked, staged, translated
+from trtpd.build.files import CACHE_MEND, cache_dir, locked, staged, translated
 from trtpd.errors import BuildError
 
 VERSION = "2.60.0"
@@ -51,7 +51,7 @@ def find_tool(progress: Progress, environ: Mapping[str, str] = os.environ) -> To
     if platform.machine() != "x86_64":
         raise BuildError("perf_analyzer comes as a wheel for x86_64 only; install it and put it on PATH")
     home = cache_dir() / f"perf-analyzer-{VERSION}"
-    with translated("get perf_analyzer", BuildError), locked(home.with_name(f".{home.name}.lock")):
+    with translated("get perf_analyzer", BuildError, CACHE_MEND), locked(home.with_name(f".{home.name}.lock")):
         binary = home / "perf_analyzer"
         if not binary.is_file():
             with staged(home) as new:

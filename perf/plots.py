@@ -73,7 +73,9 @@ def canvas(rows: int, columns: int, *, width: float = 9.0, height: float = 3.2) 
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure as NewFigure
     except ImportError as error:
-        raise InputError("a report needs matplotlib; install it with `pip install 'trtpd[bench]'`") from error
+        raise InputError(
+            "a report needs matplotlib; install it: `pip install '.[bench]'` in trtpd's source folder"
+        ) from error
     with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
         figure = NewFigure(figsize=(width, height * rows), layout="constrained")
         FigureCanvasAgg(figure)

@@ -11,6 +11,7 @@ from typing import Literal
 
 import msgspec
 
+from trtpd.build.files import ELSEWHERE, mend_of
 from trtpd.errors import InputError
 from trtpd.perf.workload import read_lines
 
@@ -122,12 +123,15 @@ FORMAT = 1
 
 
 def save_records(path: Path, info: RunInfo, records: Iterable[Record]) -> None:
-    """JSON lines, compressed; equal runs give equal bytes."""
+    """JSON lines, compressed; equal runs give equal bytes. Raises InputError if they can't be written."""
     buffer = io.BytesIO()
     with gzip.GzipFile(filename="", mode="wb", fileobj=buffer, mtime=0) as packed:
         for line in (info, *records):
             packed.write(msgspec.json.encode(line) + b"\n")
-    path.write_bytes(buffer.getvalue())
+    try:
+        path.write_bytes(buffer.getvalue())
+    except OSError as error:
+        raise InputError(f"{path}: can't be written ({error.strerror}); {mend_of(error, ELSEWHERE)}") from error
 
 
 def load_records(path: Path) -> tuple[RunInfo, list[Record]]:

@@ -19,6 +19,7 @@ import jinja2
 import markupsafe
 import msgspec
 
+from trtpd.build.files import ELSEWHERE, mend_of
 from trtpd.errors import InputError
 from trtpd.perf import plots
 from trtpd.perf.goodput import DEFINITIONS
@@ -87,7 +88,9 @@ def write_report(
         for name, figure in figures.items():
             plots.png(figure, folder / "plots" / f"{name}.png")
     except OSError as error:
-        raise InputError(f"{folder}: the report can't be written there ({error.strerror})") from error
+        raise InputError(
+            f"{folder}: the report can't be written there ({error.strerror}); {mend_of(error, ELSEWHERE)}"
+        ) from error
     return folder / "report.html"
 
 

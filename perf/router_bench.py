@@ -15,7 +15,7 @@ from typing import Any
 
 from trtpd.perf.scenario import SimRequest
 from trtpd.perf.simulate import Simulation
-from trtpd.perf.simulated_worker import WorkerSpec, true_token
+from trtpd.perf.worker_spec import WorkerSpec, true_token
 from trtpd.runtime.core import place
 from trtpd.runtime.core.cost import LinearStepTime
 from trtpd.runtime.core.events import (
@@ -213,8 +213,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--samples", type=int, default=2000)
     parser.add_argument("--requests", type=int, default=4000)
     options = parser.parse_args(argv)
-    report: dict[str, Any] = {"instances": options.instances, "active": options.active}
-    report["router"] = bench_placement(Fleet(options.instances, options.active), options.samples)
+    fleet = Fleet(options.instances, options.active)
+    report: dict[str, Any] = {"instances": options.instances, "active": fleet.core.snapshot()["requests"]}
+    report["router"] = bench_placement(fleet, options.samples)
     report["simulator"] = [
         bench_simulator(options.requests, output, rate=rate) for output, rate in ((16, 60.0), (16, 200.0), (128, 60.0))
     ]

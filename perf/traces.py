@@ -7,6 +7,7 @@ input_length, output_length, hash_ids: equal ids are equal prompt blocks and bec
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -15,9 +16,11 @@ from typing import Any
 
 import msgspec
 
+from trtpd.build.decoding import typed_json
+from trtpd.build.files import expanded
 from trtpd.errors import InputError
 from trtpd.perf.prompt_text import Segment
-from trtpd.perf.workload import Ask, read_lines
+from trtpd.perf.workload import MOST_TOKENS, Ask, read_lines
 
 DATA = Path(__file__).resolve().parent / "data"
 SLICES = {
@@ -72,7 +75,7 @@ def read_trace(source: str, options: TraceOptions, *, limit: int) -> list[Ask]:
     Rows without a prompt or without an answer are left out, as nothing can be asked for. Raises InputError naming
     row and column.
     """
-    path = DATA / SLICES[source] if source in SLICES else Path(source).expanduser()
+    path = DATA / SLICES[source] if source in SLICES else expanded(source)
     if source not in SLICES and not path.is_file():
         raise InputError(f"trace {source!r}: no such file, and none of {', '.join(SLICES)}")
     rows = _rows(path)
@@ -121,8 +124,8 @@ def _rows(path: Path) -> list[Mapping[str, Any]]:
     lines = read_lines(path)
     if path.name.removesuffix(".gz").endswith((".jsonl", ".json")):
         try:
-            return [msgspec.json.decode(line, type=dict[str, Any]) for line in lines]
-        except msgspec.MsgspecError as error:
+            return [typed_json(line, dict[str, Any]) for line in lines]
+        except ValueError as error:
             raise InputError(f"{path}: not JSON lines ({error})") from error
     try:
         return list(csv.DictReader(line.decode() for line in lines))
@@ -152,13 +155,13 @@ class _Row(msgspec.Struct, frozen=True):
             hashes = row.get(columns.hashes) if columns.hashes else None
             return cls(
                 at_s=_seconds(row[columns.time], columns.unit),
-                prompt_tokens=int(row[columns.prompt]),
-                output_tokens=int(row[columns.output]),
+                prompt_tokens=_tokens(row[columns.prompt]),
+                output_tokens=_tokens(row[columns.output]),
                 hashes=tuple(int(one) for one in hashes or ()),
             )
         except KeyError as error:
             raise InputError(f"{where}: has no column {error.args[0]!r}") from error
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise InputError(f"{where}: {error}; is another column meant? say so with --columns") from error
 
     def segments(self, number: int, block_tokens: int) -> tuple[Segment, ...]:
@@ -174,10 +177,20 @@ class _Row(msgspec.Struct, frozen=True):
         return tuple(found)
 
 
+def _tokens(value: Any) -> int:
+    tokens = int(value)
+    if tokens > MOST_TOKENS:
+        raise ValueError(f"{str(value)[:20]} tokens are more than {MOST_TOKENS:,}")
+    return tokens
+
+
 def _seconds(value: object, unit: str) -> float:
     text = str(value)
     try:
-        return float(text) * UNITS[unit]
+        seconds = float(text) * UNITS[unit]
     except ValueError:
         when = datetime.fromisoformat(text)
         return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
+    if not math.isfinite(seconds):
+        raise ValueError(f"the time is {text}")
+    return seconds

@@ -6,6 +6,7 @@ Requests are serialised before they are due, and a response is timed before it i
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -18,6 +19,7 @@ from tritonclient.grpc import service_pb2
 from trtpd.errors import NoInstanceError, RequestError, SaturatedError, ServeError
 from trtpd.perf.records import ServerTimes
 from trtpd.perf.transport import Arrived, Ending, Question
+from trtpd.runtime.serve.address import server_address
 from trtpd.runtime.serve.timeline import TimelineReport, from_json
 
 METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
@@ -35,7 +37,7 @@ class TritonTransport:
     for decoding behind synthetic KV of the prompt's length."""
 
     def __init__(self, url: str, *, model: str = "pd", channels: int = 1) -> None:
-        self._url = url
+        self._url = server_address(url)
         self._model = model
         options = [
             ("grpc.max_receive_message_length", -1),
@@ -106,7 +108,8 @@ class TritonTransport:
                 inputs.append((name, "FP32", seconds * 1e3))
         return inputs
 
-    async def send(self, request: bytes, arrived: Arrived) -> Ending:
+    async def send(self, request: bytes, arrived: Arrived, ids: list[int] | None = None) -> Ending:
+        """See Transport. `ids`, where given, takes the tokens themselves, for who checks them."""
         self._next = (self._next + 1) % len(self._calls)
         call = self._calls[self._next]()
         last: dict[str, Any] = {}
@@ -121,6 +124,8 @@ class TritonTransport:
                 if count:
                     arrived(count)
                     tokens += count
+                    if ids is not None:
+                        ids += _ids(response.infer_response)
                 _keep(last, response.infer_response)
         except grpc.aio.AioRpcError as error:
             reason = f"grpc_{error.code().name.lower()}"
@@ -151,8 +156,16 @@ def _raw(kind: str, value: object) -> bytes:
 def _tokens(response: Any) -> int:
     for output in response.outputs:
         if output.name == "output_ids":
-            return int(np.prod(output.shape))
+            return math.prod(output.shape)
     return 0
+
+
+def _ids(response: Any) -> list[int]:
+    for output, raw in zip(response.outputs, response.raw_output_contents, strict=False):
+        if output.name == "output_ids":
+            found: list[int] = np.frombuffer(raw, _TYPES[output.datatype]).tolist()
+            return found
+    return []
 
 
 def _keep(last: dict[str, Any], response: Any) -> None:

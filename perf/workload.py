@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import gzip
 import io
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
+from trtpd.build.files import mend_of, write_whole
 from trtpd.errors import InputError
 from trtpd.perf.prompt_text import Segment, digest
 
 FORMAT = 1
+MOST_TOKENS = 10_000_000
+"""Of one request: what is beyond is a slip, and its prompt would take for ever to write."""
+MOST_S = 1e9
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -65,6 +70,9 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         """Raises InputError for a request that could never start."""
+        check_seed(self.seed)
+        if self.concurrency is not None and self.concurrency < 1:
+            raise InputError(f"workload {self.name}: a closed loop of {self.concurrency} users; it must be at least 1")
         for number, ask in enumerate(self.asks):
             where = f"workload {self.name}, request {number}"
             if ask.after is not None and not 0 <= ask.after < number:
@@ -74,6 +82,10 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
             if ask.max_tokens < 1 or ask.prompt_tokens < 1:
                 lengths = f"{ask.prompt_tokens} prompt tokens and {ask.max_tokens} to answer"
                 raise InputError(f"{where}: {lengths}; both must be at least 1")
+            if ask.total_tokens > MOST_TOKENS or any(segment.tokens < 0 for segment in ask.segments):
+                raise InputError(f"{where}: its lengths are out of range (at most {MOST_TOKENS:,} tokens)")
+            if not all(0.0 <= value <= MOST_S for value in (ask.at_s or 0.0, ask.think_s)):
+                raise InputError(f"{where}: at_s and think_s must lie between 0 and {MOST_S:g} s")
 
     @property
     def open_loop(self) -> bool:
@@ -87,10 +99,19 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     def turns(self) -> dict[int, list[int]]:
         """For each request that others follow: those."""
         found: dict[int, list[int]] = {}
+        check_seed(self.seed)
+        if self.concurrency is not None and self.concurrency < 1:
+            raise InputError(f"workload {self.name}: a closed loop of {self.concurrency} users; it must be at least 1")
         for number, ask in enumerate(self.asks):
             if ask.after is not None:
                 found.setdefault(ask.after, []).append(number)
         return found
+
+
+def check_seed(seed: int) -> None:
+    """Raises InputError for a seed that random state can't be made of."""
+    if not 0 <= seed < 1 << 63:
+        raise InputError(f"the seed is {seed}; it must lie between 0 and {(1 << 63) - 1}")
 
 
 def save(workload: Workload, path: Path) -> None:
@@ -112,9 +133,11 @@ def save(workload: Workload, path: Path) -> None:
             with gzip.GzipFile(filename="", mode="wb", fileobj=buffer, mtime=0) as packed:
                 packed.write(lines)
             lines = buffer.getvalue()
-        path.write_bytes(lines)
+        write_whole(path, lines)
     except OSError as error:
-        raise InputError(f"{path}: can't be written ({error.strerror})") from error
+        raise InputError(
+            f"{path}: can't be written ({error.strerror}); {mend_of(error, 'name another file')}"
+        ) from error
 
 
 def load(path: Path) -> Workload:
@@ -137,11 +160,12 @@ def load(path: Path) -> Workload:
             raise InputError(f"{path}: line {number + 2} is not a request ({error})") from error
     if len(asks) != header.requests:
         raise InputError(f"{path}: holds {len(asks)} requests of {header.requests}; it was cut short, make it again")
-    if digest(ask.segments for ask in asks) != header.prompts:
-        raise InputError(f"{path}: this trtpd would write other prompts than the one that saved it; make it again")
-    return Workload(
+    workload = Workload(
         name=header.name, seed=header.seed, asks=tuple(asks), concurrency=header.concurrency, notes=header.notes
     )
+    if digest(ask.segments for ask in asks) != header.prompts:
+        raise InputError(f"{path}: this trtpd would write other prompts than the one that saved it; make it again")
+    return workload
 
 
 def read_lines(path: Path) -> list[bytes]:
@@ -150,7 +174,7 @@ def read_lines(path: Path) -> list[bytes]:
         raw = path.read_bytes()
         if path.suffix == ".gz":
             raw = gzip.decompress(raw)
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise InputError(f"{path}: can't be read ({reason})") from error
     return [line for line in raw.splitlines() if line.strip()]

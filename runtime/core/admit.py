@@ -3,21 +3,15 @@ early."""
 
 from __future__ import annotations
 
-import math
-
-import numpy as np
-
 from trtpd.runtime.core.books import Books
 from trtpd.runtime.core.cluster import Cluster
 from trtpd.runtime.core.degrade import Rung
 from trtpd.runtime.core.events import Arrived, Refuse
+from trtpd.runtime.core.forecast import Forecast, backlog_s, forecast
 from trtpd.runtime.core.lifecycle import State
-from trtpd.runtime.core.message import message
-from trtpd.runtime.core.ranks import Table
 from trtpd.runtime.core.requests import Request
-from trtpd.runtime.core.score import too_late
 
-SURE = 0.8
+SURE = 0.75
 """The part of a TTFT target that a forecast may use up: under overload every admitted request is near this bound, and
 a forecast is no better than the lengths it guesses."""
 
@@ -92,86 +86,6 @@ def nobody_for(model: str, seconds: float) -> str:
     return f"no instance has served model {model!r} for {seconds:.0f} s; see `trtpd status`"
 
 
-@message
-class Forecast:
-    """What a new request would meet. `wait_s`: prompts before its own, at the instances and in the queue, spread
-    over all that prefill; `own_s`: its prefill and hand-off with nothing before it; `place_s`: until decode has a
-    place in which it keeps its TPOT target."""
-
-    wait_s: float
-    own_s: float
-    place_s: float
-
-    @property
-    def ttft_s(self) -> float:
-        return max(self.wait_s, self.place_s) + self.own_s
-
-
-def forecast(arrived: Arrived, model: str, books: Books) -> Forecast:
-    """For a request that would be admitted now."""
-    books.settle()
-    cluster = books.cluster
-    tables = cluster.prefillers(model)
-    queued, rate, own_s = 0.0, 0.0, float("inf")
-    for table in tables:
-        waiting, table_rate = table.queue()
-        queued, rate = queued + waiting, rate + table_rate
-        stretch = table.stretch(arrived.prompt_tokens)
-        own_s = min(own_s, arrived.prompt_tokens * stretch / table.rates[1])
-    queue = books.backlog.queues.get(model)
-    if queue is not None and len(queue):
-        queued += queue.tokens_ahead(arrived.priority, arrived.tenant)
-    if not tables:
-        return Forecast(wait_s=0.0, own_s=0.0, place_s=0.0)
-    place_s = 0.0
-    if arrived.ttft_s is not None or arrived.tpot_s is not None:
-        ahead = len(queue) if queue is not None else 0
-        place_s = _place_s(arrived, model, books, ahead)
-    return Forecast(wait_s=queued / rate, own_s=own_s + books.policy.handoff_s, place_s=place_s)
-
-
-def _place_s(arrived: Arrived, model: str, books: Books, ahead: int) -> float:
-    """Seconds until decode has a place for it, behind `ahead` others: 0 while there is one."""
-    total = arrived.prompt_tokens + arrived.max_tokens
-    for table in _decoders(books, model):
-        fastest = int(table.joined_s.argmin())
-        if table.whole_fits.item(fastest) >= total and table.joined_s.item(fastest) <= (arrived.tpot_s or math.inf):
-            return 0.0
-        fits = table.whole_fits >= total
-        late = too_late(table, arrived.tpot_s, books.cluster.costs)
-        if (fits if late is None else fits & ~late).any():
-            return 0.0
-    return place_wait_s(books, model, ahead + 1)
-
-
-def place_wait_s(books: Books, model: str, waiting: int) -> float:
-    """Seconds until so many sequences have ended on decode; 0 where nobody knows."""
-    ends_per_s = sum(map(_ends_per_s, _decoders(books, model)))
-    return waiting / ends_per_s if ends_per_s > 0.0 else 0.0
-
-
-def _decoders(books: Books, model: str) -> list[Table]:
-    """Those that would decode a new request: decode and mixed instances that serve, or whatever does without
-    them."""
-    tables = [table for table in books.cluster.tables(model) if table.open]
-    return [table for table in tables if table.role != "prefill"] or tables
-
-
-def _ends_per_s(table: Table) -> float:
-    """Sequences that end there a second, on the whole: each writes a token a step, and a usual answer takes as many
-    steps as it has tokens. Where those that run have more than that left, so many."""
-    busy = (table.sequences > 0.0) & (table.capacity >= 0.0)
-    if not busy.any():
-        return 0.0
-    sequences = table.sequences[busy]
-    batch = np.fromiter((instance.hello.max_batch for instance in table.instances), float, len(table))[busy]
-    inside = np.minimum(sequences, batch)
-    step_s = table.one_s[busy] + table.each_s[busy] * (inside - 1.0)
-    left = np.maximum(table.left[busy] / sequences, 1.0)
-    left = np.clip(table.usual_tokens, left, 2.0 * left)  # one that runs has half of its answer left on average
-    return float((inside / (left * np.maximum(step_s, 1e-6))).sum())
-
-
 def _saturated(arrived: Arrived, model: str, books: Books) -> Refuse | None:
     """Whether it comes too late for its deadline or targets, or there are too many already."""
     seen = forecast(arrived, model, books)
@@ -230,13 +144,3 @@ def give_way(books: Books, request: Request, why: str, reason: str) -> None:
     retry_after_s = round(min(max(wait_s, RETRY_LEAST_S), RETRY_MOST_S), 1)
     message = f"{why}; try again in {retry_after_s} s"
     books.end(request, State.REFUSED, "saturated", message, retry_after_s=retry_after_s)
-
-
-def backlog_s(books: Books, model: str) -> float:
-    """Seconds of prefill that stand before a new request of the lowest claim."""
-    books.settle()
-    queued, rate = float(books.backlog.tokens_of(model)), 0.0
-    for table in books.cluster.prefillers(model):
-        waiting, table_rate = table.queue()
-        queued, rate = queued + waiting, rate + table_rate
-    return queued / rate if rate > 0.0 else 0.0

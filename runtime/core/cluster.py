@@ -127,7 +127,6 @@ class Cluster:
     def report(self, instance: Instance, load: Load) -> bool:
         """Takes in the instance's own report; True if it has more room than before."""
         before = instance.load
-        used = instance.used_blocks
         instance.load = load
         instance.reports += 1
         if load.evicted:
@@ -136,16 +135,18 @@ class Cluster:
         if instance.reports % REPORTS_PER_REFRESH == 0:
             self.refresh(instance)
         elif freed or load.queued_tokens != before.queued_tokens:
-            most_used, most_queued = max(used, used - freed), max(before.queued_tokens, load.queued_tokens)
+            used = instance.used_blocks
+            most_used, most_queued = max(used, used + freed), max(before.queued_tokens, load.queued_tokens)
             if most_used > instance.peak_blocks or most_queued > instance.pending_tokens:
                 self.refresh(instance)
         return freed > 0
 
     def observe(self, instance: Instance, work: StepWork, step_s: float) -> None:
-        """A step of it took so long: what is predicted of it follows, slowly and within bounds."""
-        if instance.reports % STEPS_PER_LOOK:
-            return
+        """A step of it took so long: what is predicted of it follows, slowly and within bounds. One report in
+        STEPS_PER_LOOK is enough."""
         hello, role = instance.hello, instance.hello.role
+        if instance.reports % STEPS_PER_LOOK and self.costs.known(hello, role):
+            return
         seen = self.costs.observe(hello, role, work, instance.context_tokens, step_s, factor=instance.factor)
         if seen != instance.factor:
             factor = instance.factor * math.exp(FACTOR_RATE * math.log(seen / instance.factor))

@@ -129,6 +129,9 @@ class Costs:
 
     def __init__(self, models: Mapping[Role, StepTimeModel] | None = None, *, fingerprint: str | None = None) -> None:
         self._models = dict(models or {})
+        self._token_s = {
+            role: self._prompt_s(model, REFERENCE_TOKENS) / REFERENCE_TOKENS for role, model in self._models.items()
+        }
         self._fingerprint = fingerprint
         self._scales: dict[tuple[str, str, Role], tuple[float, int]] = {}
 
@@ -137,10 +140,9 @@ class Costs:
 
     def token_s(self, hello: Hello, role: Role) -> float:
         """Seconds per prompt token of a prompt of usual length."""
-        model = self._model(hello, role)
-        if model is None:
+        if self._model(hello, role) is None:
             return 1.0 / hello.prefill_tokens_per_s
-        return self._prompt_s(model, REFERENCE_TOKENS) / REFERENCE_TOKENS
+        return self._token_s[role]
 
     def stretch(self, hello: Hello, role: Role, tokens: int) -> float:
         """How much more a prompt of so many tokens costs than `token_s` for each: attention grows with the
@@ -148,7 +150,7 @@ class Costs:
         model = self._model(hello, role)
         if model is None or tokens < 1:
             return 1.0
-        reference_s = self._prompt_s(model, REFERENCE_TOKENS) / REFERENCE_TOKENS
+        reference_s = self._token_s[role]
         return self._prompt_s(model, tokens) / (tokens * reference_s) if reference_s > 0.0 else 1.0
 
     @staticmethod

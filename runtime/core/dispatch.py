@@ -11,6 +11,7 @@ from trtpd.runtime.core.fair import Queue
 from trtpd.runtime.core.lifecycle import AttemptRecord, Instant, State
 from trtpd.runtime.core.recovery import Recovery
 from trtpd.runtime.core.requests import Attempt, Request
+from trtpd.runtime.core.score import TURN_S
 from trtpd.runtime.core.view import rules_of, work_of
 
 SETTLED_LATE = 32
@@ -25,6 +26,7 @@ class Dispatch:
         self._books = books
         self._recovery = recovery
         self._choose = choose
+        self._looks_again = False
 
     def run(self) -> None:
         books = self._books
@@ -58,9 +60,10 @@ class Dispatch:
             request = next(islice(queue.again.values(), skipped, None), None)
             if request is None:
                 return True
-            if self._place(request):
+            wait = self._place(request)
+            if wait is None:
                 places -= 1
-            elif request.blocks_others(books.now_s, books.policy.overtake_s):
+            elif self._blocks_others(request, wait):
                 return False
             else:
                 skipped += 1
@@ -75,24 +78,38 @@ class Dispatch:
             front = queue.next(skipped + 1, starved_before_s=starved_before_s)
             if len(front) <= skipped:
                 return
-            if not self._place(front[skipped]):
-                if front[skipped].blocks_others(books.now_s, books.policy.overtake_s):
+            wait = self._place(front[skipped])
+            if wait is not None:
+                if self._blocks_others(front[skipped], wait):
                     return
                 skipped += 1
 
-    def _place(self, request: Request) -> bool:
-        """Submits it if there is a place; else notes that it waits for room, if that is why."""
+    def _blocks_others(self, request: Request, wait: place.Wait) -> bool:
+        """One that waits for its turn does from the start: the others would take just that turn. It comes nearer by
+        itself, so it is looked at again soon."""
+        books = self._books
+        if wait is place.Wait.TURN and not self._looks_again:
+            self._looks_again = True
+            books.timers.at(books.now_s + TURN_S / 2.0, self._look_again)
+        return wait is place.Wait.TURN or request.blocks_others(books.now_s, books.policy.overtake_s)
+
+    def _look_again(self) -> None:
+        self._looks_again = False
+        self._books.room_changed = True
+
+    def _place(self, request: Request) -> place.Wait | None:
+        """Submits it if there is a place; else says why not, and notes it if it waits for room."""
         books = self._books
         work, rules = work_of(books, request), rules_of(books, request)
         found = self._choose(request, books.cluster, work=work, rules=rules)
         if isinstance(found, place.Choice):
             self._submit(request, found, place.why(found, work))
-            return True
+            return None
         if found is place.Wait.NO_ROOM and request.blocked_since_s is None:
             request.blocked_since_s = books.now_s
         elif found is not place.Wait.NO_ROOM:
             request.blocked_since_s = None
-        return False
+        return found
 
     def _submit(self, request: Request, choice: place.Choice, why: str) -> None:
         books = self._books

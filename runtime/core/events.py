@@ -1,22 +1,86 @@
-"""What goes into RouterCore (events) and what comes out (commands). Plain data, standard library only.
+"""What goes into RouterCore; what instances report (answers.py) and what comes out of it (commands.py) can be had from
+here too: one seam, one name. Plain data, standard library only.
 
-Payloads that the core only passes on (offers, seals, chunks) are opaque bytes here: the wire's msgpack.
-`attempt` counts placements of one request from 1; together with the instance's `generation` it fences old
-answers. Instants are seconds on the driver's clock.
+Instants are seconds on the driver's clock.
 """
 
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Literal
 
-from trtpd.runtime.core.lifecycle import Timeline
+from trtpd.runtime.core.answers import (
+    ChunkReady,
+    Drained,
+    FinishReason,
+    InstanceEvent,
+    Load,
+    Offered,
+    Preempted,
+    Rejected,
+    Role,
+    Sealed,
+    Tokens,
+    TopLogProbs,
+    TransferBegun,
+    TransferDone,
+    TransferFailed,
+)
+from trtpd.runtime.core.commands import (
+    Cancel,
+    Command,
+    Emit,
+    Finish,
+    Pull,
+    Quarantine,
+    Refuse,
+    Submit,
+    SwitchRole,
+    WakeAt,
+    Withdraw,
+    WorkKind,
+)
 from trtpd.runtime.core.message import message
 
-FinishReason = Literal["stop", "length"]
-Role = Literal["prefill", "decode", "mixed"]
-TopLogProbs = tuple[tuple[int, float], ...]
-"""Tokens and their log-probabilities, likeliest first."""
+__all__ = [
+    "Arrived",
+    "Cancel",
+    "Capabilities",
+    "ChunkReady",
+    "ClientGone",
+    "Command",
+    "Drain",
+    "Drained",
+    "Emit",
+    "Event",
+    "Finish",
+    "FinishReason",
+    "Hello",
+    "InstanceEvent",
+    "LinkDown",
+    "Load",
+    "Lost",
+    "Offered",
+    "Preempted",
+    "Pull",
+    "Quarantine",
+    "Refuse",
+    "Rejected",
+    "Role",
+    "Sealed",
+    "Step",
+    "Submit",
+    "SwitchRole",
+    "TextStopped",
+    "Tick",
+    "Tokens",
+    "TopLogProbs",
+    "TransferBegun",
+    "TransferDone",
+    "TransferFailed",
+    "WakeAt",
+    "Withdraw",
+    "WorkKind",
+]
 
 
 @message
@@ -33,175 +97,6 @@ class Capabilities:
     repull: bool = True
     digests: bool = True
     seeded_resume: bool = True
-
-
-@message
-class Load:
-    """What an instance reports with every step. `queued_tokens` are prompt tokens accepted and not yet computed.
-
-    `preemptions` counts, since the instance's start, sequences that lost their blocks to others and were computed
-    anew. `cached_blocks` of its KV hold beginnings of prompts that others may share (those that no sequence has count
-    as free); `evicted` are the hashes, as in `Arrived.block_hashes`, of those that are gone since the last report.
-    `draining`: it takes nothing new and will go when it is empty. `strangers`, `stalled` and `refused` count who came
-    to its data plane in vain since it started (kv_transfer's Visits).
-    """
-
-    kv_blocks_free: int
-    kv_blocks_held: int = 0
-    running: int = 0
-    waiting: int = 0
-    queued_tokens: int = 0
-    step_s: float = 0.0
-    step_tokens: int = 0
-    preemptions: int = 0
-    cached_blocks: int = 0
-    evicted: tuple[int, ...] = ()
-    draining: bool = False
-    strangers: int = 0
-    stalled: int = 0
-    refused: int = 0
-
-
-# Events from one instance, carried by Step ------------------------------------------------------------------
-
-
-@message
-class Offered:
-    """Prefill admitted the request and holds `blocks` blocks for it; its first chunk is about to run. KV of
-    `cached_tokens` tokens was there already."""
-
-    request_id: int
-    attempt: int
-    blocks: int
-    lease_s: float
-    offer: bytes
-    cached_tokens: int = 0
-
-
-@message
-class ChunkReady:
-    """KV of the first `ready_tokens` tokens is final."""
-
-    request_id: int
-    attempt: int
-    ready_tokens: int
-    chunk: bytes
-
-
-@message
-class Sealed:
-    """Prefill is done and drew the token at output index `first_index`. `finish` is set if it ends the
-    answer. `top_log_probs` as one of those of Tokens."""
-
-    request_id: int
-    attempt: int
-    first_index: int
-    token: int
-    log_prob: float | None
-    finish: FinishReason | None
-    seal: bytes
-    top_log_probs: TopLogProbs = ()
-
-
-@message
-class TransferBegun:
-    request_id: int
-    attempt: int
-
-
-@message
-class TransferDone:
-    """KV has arrived, is verified and joined decode's batch; prefill may free it. KV of `present_tokens` tokens was
-    there before and did not move."""
-
-    request_id: int
-    attempt: int
-    bytes_moved: int
-    chunks: int
-    seconds: float
-    exposed_s: float
-    path: str
-    present_tokens: int = 0
-
-
-@message
-class TransferFailed:
-    """A pull ended without KV. Decode has given its blocks back."""
-
-    request_id: int
-    attempt: int
-    code: str
-    reason: str
-    retryable: bool
-
-
-@message
-class Tokens:
-    """Tokens at output indexes `first_index ...` of one request. The last one ends the answer if `finish` is
-    set.
-
-    `log_probs` is empty or as long as `ids`, and so is `top_log_probs`: for each of them the likeliest tokens with
-    their log-probabilities, likeliest first. The end token itself is among `ids`. `cached_tokens` comes with the first
-    token of a prompt that was computed here: KV of so many of its tokens was there already.
-    """
-
-    request_id: int
-    attempt: int
-    first_index: int
-    ids: tuple[int, ...]
-    log_probs: tuple[float, ...] = ()
-    finish: FinishReason | None = None
-    top_log_probs: tuple[TopLogProbs, ...] = ()
-    cached_tokens: int | None = None
-
-
-@message
-class Preempted:
-    """The instance gave this attempt's blocks to others for lack of them. It keeps the attempt, and goes on with the
-    next token when it has computed its KV anew."""
-
-    request_id: int
-    attempt: int
-
-
-@message
-class Drained:
-    """The instance holds nothing of this attempt any more (answer to Cancel and Withdraw, or a lapsed
-    lease)."""
-
-    request_id: int
-    attempt: int
-
-
-@message
-class Rejected:
-    """The instance did not take the work, or gave it up, and holds nothing of it. `code` as in errors.py.
-
-    `permanent`: no other instance of this build would take it either (say, the prompt is too long).
-    """
-
-    request_id: int
-    attempt: int
-    code: str
-    reason: str
-    permanent: bool = False
-
-
-InstanceEvent = (
-    Offered
-    | ChunkReady
-    | Sealed
-    | TransferBegun
-    | TransferDone
-    | TransferFailed
-    | Tokens
-    | Preempted
-    | Drained
-    | Rejected
-)
-
-
-# Events -----------------------------------------------------------------------------------------------------
 
 
 @message
@@ -312,118 +207,3 @@ class Tick:
 
 
 Event = Arrived | Hello | Step | Lost | LinkDown | TextStopped | ClientGone | Drain | Tick
-
-
-# Commands ---------------------------------------------------------------------------------------------------
-
-WorkKind = Literal["context_only", "context_and_generation"]
-
-
-@message
-class Submit:
-    """Prefill this request on `instance`. The driver adds the prompt; `journal` are accepted output tokens
-    that now belong to the prompt, so output starts at index len(journal)."""
-
-    instance: str
-    request_id: int
-    attempt: int
-    kind: WorkKind
-    journal: tuple[int, ...]
-
-
-@message
-class Pull:
-    """Decode is to pull this offer, or learns more of a pull it has: `ready_tokens`, new chunks, the seal.
-
-    The first Pull of an attempt carries `offer` and the journal; later ones carry only what is new.
-    """
-
-    instance: str
-    request_id: int
-    attempt: int
-    offer: bytes | None
-    journal: tuple[int, ...]
-    chunks: tuple[bytes, ...]
-    seal: bytes | None
-
-
-@message
-class Withdraw:
-    """Prefill frees what it holds for this attempt (delivered, or no longer wanted). Answered by Drained,
-    also when nothing is held any more."""
-
-    instance: str
-    request_id: int
-    attempt: int
-
-
-@message
-class Cancel:
-    """The instance stops this attempt and frees it. Answered by Drained, also when nothing is held any
-    more."""
-
-    instance: str
-    request_id: int
-    attempt: int
-
-
-@message
-class Emit:
-    """Tokens for the client, each output index exactly once and in order."""
-
-    request_id: int
-    first_index: int
-    ids: tuple[int, ...]
-    log_probs: tuple[float, ...]
-    top_log_probs: tuple[TopLogProbs, ...] = ()
-
-
-@message
-class Finish:
-    """The request's end. `reason` is "stop", "length", "cancelled", or an error's code with `message` for it.
-
-    `state` may be "refused": it waited, was never begun, and gives way (`reason` as in Refuse). `timeline` is the
-    request's whole record, the driver's from here on.
-    """
-
-    request_id: int
-    state: str
-    reason: str
-    message: str = ""
-    timeline: Timeline | None = None
-    retry_after_s: float | None = None
-
-
-@message
-class Refuse:
-    """Not admitted. `code` is "saturated" (with `retry_after_s`), "no_instance" or "invalid_argument"."""
-
-    request_id: int
-    code: str
-    message: str
-    retry_after_s: float | None = None
-
-
-@message
-class Quarantine:
-    """No work for this instance until `until_s`."""
-
-    instance: str
-    until_s: float
-    reason: str
-
-
-@message
-class SwitchRole:
-    instance: str
-    role: Role
-
-
-@message
-class WakeAt:
-    """Send a Tick at this instant."""
-
-    at_s: float
-
-
-Command = Submit | Pull | Withdraw | Cancel | Emit | Finish | Refuse | Quarantine | SwitchRole | WakeAt

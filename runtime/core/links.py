@@ -5,7 +5,6 @@ from __future__ import annotations
 from trtpd.runtime.core.distance import link_between, transfer_s
 from trtpd.runtime.core.events import Hello, TransferDone
 from trtpd.runtime.core.instance import Instance
-from trtpd.runtime.core.message import message
 
 SAME_HOST_BYTES_PER_S = 5e9
 OTHER_HOST_BYTES_PER_S = 1e9
@@ -21,14 +20,9 @@ PAIRS_KEPT = 100_000
 SMALLEST_SAMPLE_BYTES = 1 << 20
 
 
-@message
-class Move:
-    """What a client would wait for the move of one prompt's KV, within a host and between two, and what every other
-    flow at either end adds to it."""
-
-    near_s: float
-    far_s: float
-    flow_s: float
+Move = tuple[float, float, float]
+"""Seconds that a client would wait for the move of one prompt's KV within a host, and between two, and what every other
+flow at either end adds to it. `near` is at most `far`."""
 
 
 class Links:
@@ -47,11 +41,7 @@ class Links:
         if tokens > ONE_PIECE_TOKENS and hello.capabilities.chunk_events:
             moved_bytes *= SHARE_EXPOSED
         near_s, far_s = moved_bytes / self._bytes_per_s[True], moved_bytes / self._bytes_per_s[False]
-        return Move(
-            near_s=self._handoff_s + min(near_s, far_s),
-            far_s=self._handoff_s + far_s,
-            flow_s=far_s if hosts > 1 else near_s,
-        )
+        return self._handoff_s + min(near_s, far_s), self._handoff_s + far_s, far_s if hosts > 1 else near_s
 
     def known_s(self, source: Instance, sink: Instance, tokens: int) -> float | None:
         """The same over the link between their GPUs, where that is known (see distance.py)."""

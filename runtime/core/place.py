@@ -22,6 +22,9 @@ from trtpd.runtime.core.score import Weights, Work
 SHORTLIST = 8
 """Instances of each side that are scored as pairs."""
 
+_LONG_WAIT = Rung.LONG_WAIT
+"""Looked at for every placement: a member of an enum takes four times as long as a plain name."""
+
 TRANSFER_FAILURES_BEFORE_LOCAL = 2
 """After so many failed transfers a request runs where nothing has to be moved."""
 
@@ -32,6 +35,8 @@ class Wait(StrEnum):
     NO_INSTANCE = "no_instance"
     NO_ROOM = "no_room"
     PAUSED = "paused"
+    TURN = "turn"
+    """Only for a place in a batch that is full now."""
 
 
 @message
@@ -68,16 +73,20 @@ Candidate = tuple[float, Instance, Instance | None, str, str]
 Shortlist = list[tuple[float, int]]
 """(score, row) of the best of one side, ascending."""
 
+Pair = tuple[float, int, int]
+"""(score, row of the source, row of the sink)."""
+
 
 def shortlist(scores: Floats) -> Shortlist:
     """The best of all."""
     if len(scores) > SHORTLIST:
         rows = scores.argpartition(SHORTLIST - 1)[:SHORTLIST]
-        found = list(zip(scores[rows].tolist(), rows.tolist(), strict=True))
-    else:
-        found = list(zip(scores.tolist(), range(len(scores)), strict=True))
-    found.sort()
-    return found
+        return sorted(zip(scores[rows].tolist(), rows.tolist(), strict=False))
+    return sorted(zip(scores.tolist(), range(len(scores)), strict=False))
+
+
+def _least(column: Floats, found: Shortlist) -> float:
+    return min(map(column.item, [row for _, row in found]), default=0.0)
 
 
 def _fit(scores: Floats, unfit: Mask) -> Shortlist:
@@ -88,14 +97,17 @@ def _fit(scores: Floats, unfit: Mask) -> Shortlist:
 
 @dataclass(slots=True)
 class _View:
-    """One request seen against one cluster at one instant; notes on the way why places fell out."""
+    """One request seen against one cluster at one instant; notes on the way why places fell out. `is_long`: it is to
+    leave the prefill pool to short prompts."""
 
     request: Request
     cluster: Cluster
     rules: Rules
     work: Work
+    is_long: bool
     exists: bool = False
     held_back: bool = False
+    awaits_turn: bool = False
 
     def avoided(self, table: Table, unfit: Mask) -> Mask:
         """Adds those the request stays away from."""
@@ -109,8 +121,8 @@ class _View:
         """Those that would prefill only."""
         scores, tokens = self._prefill(table, flow), self.work.prompt_tokens
         if not self.is_long and not self.request.avoid:
-            found, fits = shortlist(scores), table.prefill_fits
-            if all(fits.item(row) >= tokens for _, row in found):
+            found = shortlist(scores)
+            if table.bounds[0] >= tokens or _least(table.prefill_fits, found) >= tokens:
                 return found
         unfit = self.avoided(table, table.prefill_fits < tokens)
         if self.is_long:
@@ -118,30 +130,36 @@ class _View:
             unfit |= table.rate * table.wait_s > 1.0
         return _fit(scores, unfit)
 
-    @property
-    def is_long(self) -> bool:
-        """It is to leave the prefill pool to short prompts."""
-        return self.rules.rung >= Rung.LONG_WAIT and self.work.prompt_tokens >= self.rules.long_tokens
-
     def _stretch(self, table: Table) -> float:
         return table.stretch(self.work.prompt_tokens)
 
     def _prefill(self, table: Table, flow: float = 0.0) -> Floats:
         return score.prefill(table, self.work, self.rules.weights, self._stretch(table), flow)
 
-    def sinks(self, table: Table, flow: float) -> Shortlist:
-        """Those that would decode what others prefill."""
-        work, fits, step_s = self.work, table.whole_fits, table.joined_s
+    def sinks(self, table: Table, flow: float, ready_at_s: float) -> Shortlist:
+        """Those that would decode what others will have prefilled by `ready_at_s`."""
+        work, fits = self.work, table.whole_fits
         scores = score.decode(table, work, flow)
         if not self.request.avoid:
-            found, most_s = shortlist(scores), work.tpot_s or np.inf
-            if all(fits.item(row) >= work.total_tokens and step_s.item(row) <= most_s for _, row in found):
+            found = shortlist(scores)
+            all_fit = table.bounds[1] >= work.total_tokens or _least(fits, found) >= work.total_tokens
+            if all_fit and self._none_late(found, table, ready_at_s):
                 return found
-        return _fit(scores, self._in_time(table, self.avoided(table, fits < work.total_tokens)))
+        return _fit(scores, self._in_time(table, self.avoided(table, fits < work.total_tokens), ready_at_s))
 
-    def _in_time(self, table: Table, unfit: Mask) -> Mask:
-        late = score.too_late(table, self.work.tpot_s, self.cluster.costs)
+    def _none_late(self, found: Shortlist, table: Table, ready_at_s: float) -> bool:
+        """Whether all of these keep the target as far as their own rows say; if not, `too_late` knows more."""
+        most_s = self.work.tpot_s
+        if most_s is None:
+            return True
+        in_step = table.bounds[2] <= most_s or all(table.joined_s.item(row) <= most_s for _, row in found)
+        return in_step and all(table.free_at_s.item(row) <= ready_at_s for _, row in found)
+
+    def _in_time(self, table: Table, unfit: Mask, ready_at_s: float) -> Mask:
+        late = score.too_late(table, self.work, self.cluster.costs, ready_at_s=ready_at_s)
         if late is not None:
+            in_time = table.joined_s <= (self.work.tpot_s or np.inf)
+            self.awaits_turn = self.awaits_turn or bool((late & in_time & ~unfit).any())
             unfit |= late
         return unfit
 
@@ -154,55 +172,61 @@ class _View:
         scores += score.disturbance(table, self.work, self.rules.weights, self._stretch(table))
         if not len(table):
             return []
-        scores[self._in_time(table, unfit)] = np.inf
+        scores[self._in_time(table, unfit, self.cluster.now_s)] = np.inf
         row = int(scores.argmin())
         score_s = scores.item(row) + extra_s
         return [] if score_s == np.inf else [(score_s, table.instances[row], None, reason, text)]
 
     def pairs_of(self, prefills: Table, decodes: Table) -> list[Candidate]:
-        """The best pair of both shortlists, over links that are up. The best sink for a source is the best of all, or
-        the best on its own host, where moving costs less."""
+        """The best pair of both shortlists, over links that are up."""
         self.exists = True
-        weight = self.rules.weights.transfer_s
+        links, weight, tokens = self.rules.links, self.rules.weights.transfer_s, self.work.prompt_tokens
         hello = prefills.instances[0].hello
-        move = self.rules.links.move(hello, self.work.prompt_tokens, hosts=self.cluster.hosts)
-        near_s, far_s = weight * move.near_s, weight * move.far_s
-        sources = self.sources(prefills, weight * move.flow_s)
-        sinks = self.sinks(decodes, weight * move.flow_s)
+        near_s, far_s, flow_s = links.move(hello, tokens, hosts=self.cluster.hosts)
+        sources = self.sources(prefills, weight * flow_s)
+        if not sources:
+            return []
+        sinks = self.sinks(decodes, weight * flow_s, self._ready_at_s(prefills, sources[0][1]))
         if not sinks:
             return []
-        best: Candidate | None = None
-        bound_s, instances = float("inf"), decodes.instances
-        mates = {instances[row].host: (sink_s, row) for sink_s, row in reversed(sinks)}
-        gpus, links = bool(hello.gpus), self.rules.links
-        floor_s = weight * links.least_s if gpus else near_s
+        if hello.gpus or self.cluster.links_down:
+            found = self._over_links(sources, sinks, prefills, decodes, near_s, far_s)
+        else:
+            found = _by_host(sources, sinks, prefills.hosts, decodes.hosts, weight * near_s, weight * far_s)
+        if found is None:
+            return []
+        score_s, row, sink_row = found
+        return [(score_s, prefills.instances[row], decodes.instances[sink_row], "pair", "")]
+
+    def _over_links(
+        self, sources: Shortlist, sinks: Shortlist, prefills: Table, decodes: Table, near_s: float, far_s: float
+    ) -> Pair | None:
+        """Where some links are down, or how far apart two instances are is known for each pair: all are looked at."""
+        links, weight, tokens = self.rules.links, self.rules.weights.transfer_s, self.work.prompt_tokens
+        best: Pair | None = None
+        bound_s, floor_s = float("inf"), weight * links.least_s
         for source_s, row in sources:
             if source_s + sinks[0][0] + floor_s >= bound_s:
                 break
             source = prefills.instances[row]
-            if not gpus and source.host not in mates and source_s + sinks[0][0] + far_s >= bound_s:
-                continue
-            for sink_s, sink_row in self._mates(source, sinks, mates, decodes):
-                sink = instances[sink_row]
-                known_s = links.known_s(source, sink, self.work.prompt_tokens) if gpus else None
-                moved_s = near_s if sink.host == source.host else far_s
-                score_s = source_s + sink_s + (moved_s if known_s is None else weight * known_s)
+            for sink_s, sink_row in sinks:
+                sink = decodes.instances[sink_row]
+                if source_s + sink_s + floor_s >= bound_s:
+                    break
+                if not self.cluster.link_up(source.name, sink.name):
+                    continue
+                known_s = links.known_s(source, sink, tokens)
+                if known_s is None:
+                    known_s = near_s if sink.host == source.host else far_s
+                score_s = source_s + sink_s + weight * known_s
                 if score_s < bound_s:
-                    best, bound_s = (score_s, source, sink, "pair", ""), score_s
-        return [] if best is None else [best]
+                    best, bound_s = (score_s, row, sink_row), score_s
+        return best
 
-    def _mates(
-        self, source: Instance, sinks: Shortlist, mates: dict[int, tuple[float, int]], decodes: Table
-    ) -> Shortlist:
-        """Of the sinks it has a link to, the best and the best on its host (`mates`, where all links are up); all of
-        them for instances on GPUs."""
-        if source.hello.gpus:  # how far apart they are is known for each pair, and is not a matter of hosts
-            return [e for e in sinks if self.cluster.link_up(source.name, decodes.instances[e[1]].name)]
-        near = mates.get(source.host)
-        if self.cluster.links_down:
-            sinks = [e for e in sinks if self.cluster.link_up(source.name, decodes.instances[e[1]].name)]
-            near = next((entry for entry in sinks if decodes.instances[entry[1]].host == source.host), None)
-        return sinks[:1] if near is None else [sinks[0], near]
+    def _ready_at_s(self, prefills: Table, row: int) -> float:
+        """When its prompt would be computed there."""
+        own_s = self.work.prompt_tokens * self._stretch(prefills) * prefills.token_s.item(row)
+        return float(self.cluster.now_s + prefills.wait_s.item(row) + own_s)
 
     def group(self, group: Group) -> list[Candidate]:
         """All ways to run it within one group."""
@@ -240,6 +264,8 @@ class _View:
         """Why nothing was found: nobody serves it, somebody is too full for it, or it stays away from the rest."""
         if not self.exists:
             return Wait.NO_INSTANCE
+        if self.awaits_turn:
+            return Wait.TURN
         return Wait.PAUSED if self.held_back or self._all_avoided() else Wait.NO_ROOM
 
     def _all_avoided(self) -> bool:
@@ -250,6 +276,30 @@ class _View:
         )
 
 
+def _by_host(
+    sources: Shortlist, sinks: Shortlist, source_hosts: list[int], sink_hosts: list[int], near_s: float, far_s: float
+) -> Pair:
+    """The best pair where all links are up and all instances of a host are equally near. The best sink for a source is
+    the best of all, or the best on its own host, where moving costs less (`near_s` is at most `far_s`)."""
+    sink_s, sink_row = sinks[0]
+    source_s, row = sources[0]
+    sink_host = sink_hosts[sink_row]
+    if source_hosts[row] == sink_host or near_s == far_s:
+        return (source_s + sink_s + near_s, row, sink_row)
+    best: Pair = (source_s + sink_s + far_s, row, sink_row)
+    bound_s = best[0]
+    mates = {sink_hosts[entry[1]]: entry for entry in reversed(sinks)}
+    for source_s, row in sources:
+        if source_s + sink_s + near_s >= bound_s:
+            break
+        mate = mates.get(source_hosts[row])
+        if mate is not None:
+            score_s = source_s + mate[0] + near_s
+            if score_s < bound_s:
+                best, bound_s = (score_s, row, mate[1]), score_s
+    return best
+
+
 def serving(table: Table) -> Iterable[Instance]:
     return (instance for instance in table.instances if table.capacity[instance.row] >= 0.0)
 
@@ -257,7 +307,8 @@ def serving(table: Table) -> Iterable[Instance]:
 def choose(request: Request, cluster: Cluster, *, work: Work, rules: Rules) -> Choice | Wait:
     """The best place for a new attempt."""
     cluster.settle()
-    view = _View(request, cluster, rules, work)
+    is_long = rules.rung >= _LONG_WAIT and work.prompt_tokens >= rules.long_tokens
+    view = _View(request, cluster, rules, work, is_long)
     found: list[Candidate] = []
     for group in cluster.groups.get(request.model, {}).values():
         found += view.group(group)

@@ -7,6 +7,7 @@ every few reports for what only drifts (contexts that grow by a token).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from heapq import heappush, heapreplace
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +22,7 @@ Mask = npt.NDArray[np.bool_]
 REPORTS_PER_REFRESH = 8
 
 
-COLUMNS = 17
+COLUMNS = 18
 
 CAUTION = 1.1
 """By so much joined_s is longer than predicted: a full instance works at this bound, and half of its tokens would
@@ -40,10 +41,20 @@ class Limits:
     batch_s: float = 0.1
 
 
-def per_token_s(one_s: float, each_s: float, sequences: int, max_batch: int) -> float:
-    """What each of so many sequences waits for a token: a step, or more where they exceed the batch and take turns."""
-    inside = min(sequences, max_batch)
-    return (one_s + each_s * (inside - 1)) * sequences / inside
+def places_s(instance: Instance, step_s: float, places: int) -> list[float]:
+    """Seconds until each of so many places is free for one more, ascending; as many fewer as are free. Those that write
+    leave when their answers are expected to end; those that don't yet take what comes free, in their order."""
+    lefts = [(hold.writes, hold.left_tokens) for hold in instance.holds.values() if hold.decodes]
+    found = sorted(left * step_s for writes, left in lefts if writes)
+    found = found[max(0, len(found) - places) :]  # those that end before free no place
+    for writes, left in lefts:
+        if writes:
+            continue
+        if len(found) < places:
+            heappush(found, left * step_s)
+        else:
+            heapreplace(found, found[0] + left * step_s)
+    return sorted(found)
 
 
 class Table:
@@ -57,17 +68,20 @@ class Table:
     sequences     that decode there or will · left: tokens they will write yet, all together
     one_s         a step of one sequence · each_s: what each further one adds
     flows         transfers into or out of it
-    joined_s      the time of a token once one more has joined; 0 while there is none, where no target forbids it
+    joined_s      a step once one more has joined; 0 while there is none, where no target forbids it
+    free_at_s     the instant at which its batch has a place for one more; 0 while it has
 
     wait_s        seconds of prompts that wait there · token_s: seconds per prompt token
 
-    `decode_terms` and `prefill_terms` are columns that a score is a weighted sum of: see score.py.
+    `decode_terms` and `prefill_terms` are columns that a score is a weighted sum of: see score.py. `hosts` are the
+    numbers of the instances' hosts.
     """
 
     def __init__(self, role: Role, costs: Costs, limits: Limits) -> None:
         self.role: Role = role
         self.instances: list[Instance] = []
         self.names: dict[str, Instance] = {}
+        self.hosts: list[int] = []
         self.open = 0
         self.usual_tokens = 128.0
         self._costs = costs
@@ -75,6 +89,8 @@ class Table:
         self._longest: float | None = None
         self._rates: tuple[float, float] | None = None
         self._data: Floats = np.zeros((COLUMNS, 8))
+        self._decode_weights: Floats = np.zeros(5)
+        self._prefill_weights: Floats = np.zeros(3)
         self._view()
 
     def __len__(self) -> int:
@@ -85,17 +101,23 @@ class Table:
         data = self._data[:, : len(self.instances)]
         self._longest, self._rates = None, None
         self.capacity, self.room, self.prefill_fits, self.whole_fits, self.rate = data[0:5]
-        self.sequences, self.left, self.one_s, self.each_s, self.joined_s = data[5:10]
-        self.decode_terms: Floats = data[10:15]
-        self.prefill_terms: Floats = data[14:17]
-        self.flows, self.wait_s, self.token_s = data[14:17]
+        self.sequences, self.left, self.one_s, self.each_s, self.joined_s, self.free_at_s = data[5:11]
+        self.decode_terms: Floats = data[11:16]
+        self.prefill_terms: Floats = data[15:18]
+        self.flows, self.wait_s, self.token_s = data[15:18]
+        self._bounds: tuple[float, float, float] | None = None
+        self._scores: Floats = np.zeros((2, len(self.instances)))
+        self._decode_scores, self._prefill_scores = self._scores
 
     def add(self, instance: Instance, now_s: float) -> None:
         instance.row = len(self.instances)
         self.instances.append(instance)
+        self.hosts.append(instance.host)
         self.names[instance.name] = instance
         if instance.row == self._data.shape[1]:
-            self._data = np.concatenate((self._data, np.zeros_like(self._data)), axis=1)
+            # Not a power of two: columns whose beginnings lie pages apart push each other out of the cache.
+            more = np.zeros((COLUMNS, self._data.shape[1] + 8))
+            self._data = np.concatenate((self._data, more), axis=1)
         self._data[:, instance.row] = 0.0
         self._data[0, instance.row] = -1.0
         self._view()
@@ -104,11 +126,11 @@ class Table:
     def remove(self, instance: Instance) -> None:
         """The last row takes its place."""
         del self.names[instance.name]
-        last = self.instances.pop()
+        last, last_host = self.instances.pop(), self.hosts.pop()
         self.open -= bool(self._data[0, instance.row] >= 0.0)
         if last is not instance:
             self._data[:, instance.row] = self._data[:, last.row]
-            self.instances[instance.row] = last
+            self.instances[instance.row], self.hosts[instance.row] = last, last_host
             last.row = instance.row
         self._view()
 
@@ -135,24 +157,32 @@ class Table:
         placed, sequences = len(instance.holds), instance.sequences
         one_s, each_s = self._costs.decode_s(hello, self.role, instance.context_tokens / max(sequences, 1))
         one_s, each_s = one_s * instance.factor, each_s * instance.factor
+        full_s = one_s + each_s * (min(sequences + 1, hello.max_batch) - 1)
+        free_at_s = 0.0
+        if sequences >= hello.max_batch:
+            free_at_s = now_s + places_s(instance, full_s, hello.max_batch)[0]
         met = min(sequences, 2.0 * instance.left_tokens / self.usual_tokens)
         step_s = one_s + each_s * met
         kv, kv_token = (instance.context_tokens + instance.left_tokens) / kv_tokens, 1.0 / kv_tokens
         crowd = limits.batch_s * (placed + 1) / hello.max_batch
         rate, former_rate = 1.0 / token_s if is_open else 0.0, self.rate.item(row)
-        was_full = self.prefill_fits.item(row) < 0.0
         prefill_fits = fits if wait_s <= limits.ahead_s or instance.prefilling < ahead else -1.0
+        whole_fits = fits if placed < limits.placed_per_batch * hello.max_batch else -1.0
+        joined_s = CAUTION * full_s if sequences else 0.0
+        was_full = self.prefill_fits.item(row) < 0.0
+        self._rebound(row, prefill_fits, whole_fits, joined_s)
         self._data[:, row] = (
             instance.capacity_tokens if is_open else -1.0,
             fits,
             prefill_fits,
-            fits if placed < limits.placed_per_batch * hello.max_batch else -1.0,
+            whole_fits,
             rate,
             sequences,
             instance.left_tokens,
             one_s,
             each_s,
-            CAUTION * per_token_s(one_s, each_s, sequences + 1, hello.max_batch) if sequences else 0.0,
+            joined_s,
+            free_at_s,
             limits.tpot_s * step_s * step_s,
             limits.kv_s * kv * kv + crowd + instance.jitter,
             limits.kv_s * 2.0 * kv * kv_token,
@@ -164,6 +194,42 @@ class Table:
         if rate != former_rate:
             self._rates = None
         return was_full and prefill_fits >= 0.0
+
+    def _rebound(self, row: int, prefill_fits: float, whole_fits: float, joined_s: float) -> None:
+        """Keeps `bounds` for a row that is about to change, or gives them up if it may be the one that sets them."""
+        if self._bounds is None:
+            return
+        least_prefill, least_whole, most_s = self._bounds
+        if (
+            (self.prefill_fits.item(row) <= least_prefill < prefill_fits)
+            or (self.whole_fits.item(row) <= least_whole < whole_fits)
+            or (self.joined_s.item(row) >= most_s > joined_s)
+        ):
+            self._bounds = None
+        else:
+            self._bounds = min(least_prefill, prefill_fits), min(least_whole, whole_fits), max(most_s, joined_s)
+
+    @property
+    def bounds(self) -> tuple[float, float, float]:
+        """What every instance keeps: the least of `prefill_fits` and of `whole_fits`, and the most of `joined_s`. The
+        table must not be empty."""
+        if self._bounds is None:
+            self._bounds = float(self.prefill_fits.min()), float(self.whole_fits.min()), float(self.joined_s.max())
+        return self._bounds
+
+    def weigh_decode(self, tpot: float, one: float, grows: float, flow: float) -> Floats:
+        """The sum of `decode_terms` so weighted, for each instance: the caller's until it asks again."""
+        weights = self._decode_weights
+        weights[0], weights[1], weights[2], weights[3], weights[4] = tpot, one, grows, grows * grows, flow
+        found: Floats = weights.dot(self.decode_terms, self._decode_scores)
+        return found
+
+    def weigh_prefill(self, flow: float, wait: float, token: float) -> Floats:
+        """The sum of `prefill_terms` so weighted, for each instance: the caller's until it asks again."""
+        weights = self._prefill_weights
+        weights[0], weights[1], weights[2] = flow, wait, token
+        found: Floats = weights.dot(self.prefill_terms, self._prefill_scores)
+        return found
 
     def stale(self, instance: Instance, now_s: float) -> bool:
         """Whether what decides feasibility in its row is not what the instance says: for checks."""

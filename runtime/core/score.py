@@ -43,6 +43,15 @@ class Weights:
                 raise InputError(f"scheduler weight {item.name} is {getattr(self, item.name)}; it must be at least 0")
 
 
+SPARE = 0.5
+"""The part of what a TPOT target has to spare that a sequence may wait for its place: when places come free is known no
+better than the lengths of answers."""
+
+TURN_S = 0.1
+"""A place is not kept waiting for its next sequence if that is ready so much sooner. What would wait longer waits in
+the router: that counts against the target of its first token, not of the further ones, of which a short answer has
+few to make up for it."""
+
 TPOT_USUAL_S = 0.05
 """What a step's length is measured by where a request has no TPOT target."""
 
@@ -64,10 +73,10 @@ def prefill(table: Table, work: Work, weights: Weights, stretch: float, flow: fl
     `flow` for each transfer under way there.
 
     A hit also takes off what it saves the pool, so that an instance whose queue is longer than that is not chosen
-    for its cache.
+    for its cache. The caller's until it asks again for one of this table.
     """
     ttft_s = weights.ttft_s
-    found: Floats = np.dot((flow, ttft_s, ttft_s * work.prompt_tokens * stretch), table.prefill_terms)
+    found = table.weigh_prefill(flow, ttft_s, ttft_s * work.prompt_tokens * stretch)
     for name, hit in work.hits.items():
         row = row_of(table, name)
         if row is not None:
@@ -86,12 +95,10 @@ def decode(table: Table, work: Work, flow: float = 0.0) -> Floats:
 
     The step is that of the batch the sequence will meet on the whole: those there now, less those who will have
     gone before a usual answer is half written. A node of few but long sessions looks idle and is not; one whose
-    many sessions are about to end looks full and is not.
+    many sessions are about to end looks full and is not. The caller's until it asks again for one of this table.
     """
     target_s = work.tpot_s or TPOT_USUAL_S
-    grows = work.prompt_tokens + work.left_tokens
-    found: Floats = np.dot((1.0 / (target_s * target_s), 1.0, grows, grows * grows, flow), table.decode_terms)
-    return found
+    return table.weigh_decode(1.0 / (target_s * target_s), 1.0, work.prompt_tokens + work.left_tokens, flow)
 
 
 def disturbance(table: Table, work: Work, weights: Weights, stretch: float) -> Floats:
@@ -101,12 +108,23 @@ def disturbance(table: Table, work: Work, weights: Weights, stretch: float) -> F
     return found
 
 
-def too_late(table: Table, tpot_s: float | None, costs: Costs) -> Mask | None:
-    """Where the steps of one more sequence would miss its target. None: nowhere, or even an idle instance's would,
-    or nobody knows yet."""
-    if tpot_s is None or not table.open or not costs.known(table.instances[0].hello, table.role):
+def too_late(table: Table, work: Work, costs: Costs, *, ready_at_s: float) -> Mask | None:
+    """Where one more sequence, whose prompt is computed at `ready_at_s`, would miss its target: for the length of the
+    steps, or because it would wait too long for a place in the batch: see spare_s. While nobody knows how long steps
+    are: where there is no place. None: nowhere, or even an idle instance's steps would miss it."""
+    tpot_s = work.tpot_s
+    if tpot_s is None or not table.open or float(table.one_s.min()) > tpot_s:
         return None
-    if float(table.one_s.min()) > tpot_s:
-        return None
-    late: Mask = table.joined_s > tpot_s
+    if not costs.known(table.instances[0].hello, table.role):
+        late: Mask = table.free_at_s > 0.0
+        return late
+    late = table.joined_s > tpot_s
+    late |= table.free_at_s > ready_at_s + spare_s(table, tpot_s, work.left_tokens)
     return late
+
+
+def spare_s(table: Table, tpot_s: float, left_tokens: float) -> Floats:
+    """How long a sequence may wait for its place once its prompt is computed, for each instance: what its target has to
+    spare over all its tokens, and at most TURN_S."""
+    found: Floats = np.minimum((tpot_s - table.joined_s) * left_tokens * SPARE, TURN_S)
+    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trtpd.runtime.core import admit
+from trtpd.runtime.core import admit, forecast
 from trtpd.runtime.core.books import Books
 from trtpd.runtime.core.degrade import Pressure, Rung
 from trtpd.runtime.core.events import Arrived, SwitchRole
@@ -81,9 +81,9 @@ class Watch:
         target_s = self._targets_s.get(model, books.policy.patience_s)
         queue = books.backlog.queues.get(model)
         waiting = len(queue) if queue is not None else 0
-        found = [Pressure(value=admit.backlog_s(books, model) / target_s, reason="prefill_backlog")]
+        found = [Pressure(value=forecast.backlog_s(books, model) / target_s, reason="prefill_backlog")]
         if waiting:
-            found.append(Pressure(value=admit.place_wait_s(books, model, waiting) / target_s, reason="decode_full"))
+            found.append(Pressure(value=forecast.place_wait_s(books, model, waiting) / target_s, reason="decode_full"))
         for group in books.cluster.groups[model].values():
             if len(group.prefill) and len(group.decode):
                 if not (group.prefill.open and group.decode.open):

@@ -90,7 +90,8 @@ class StepPlan:
 
     @property
     def tokens(self) -> int:
-        return len(self.decodes) + sum(part.tokens for part in self.prefills)
+        decodes = len(self.decodes)
+        return decodes + sum(part.tokens for part in self.prefills) if self.prefills else decodes
 
 
 def plan_step(state: PlanState, limits: StepLimits) -> StepPlan:

@@ -23,7 +23,7 @@ from trtpd.runtime.engine.ranks import I32, Array, NoProgress, Progress
 
 log = logging.getLogger(__name__)
 
-MEND = "install trtpd with its extra mpi (pip install 'trtpd[mpi]': mpi4py and Open MPI)"
+MEND = "install trtpd with its extra mpi (pip install '.[mpi]' in trtpd's source folder: mpi4py and Open MPI)"
 
 SPIN_S = 0.0005
 NAP_SHARE = 0.125

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,11 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from trtpd.build.backends.openvino import weights_file
+from trtpd.build.decoding import plain_json
 from trtpd.build.manifest import Architecture
 from trtpd.build.quantise import widened_groups
 from trtpd.build.shapes import EMBEDDING, HEAD
 from trtpd.build.sharding import Shard
-from trtpd.build.tensors import NUMPY_DTYPES, TensorFile, from_bf16_bits
+from trtpd.build.tensors import FETCH_AGAIN, NUMPY_DTYPES, TensorFile, from_bf16_bits
 from trtpd.errors import CheckpointError, EngineError
 
 F32 = npt.NDArray[np.float32]
@@ -126,9 +126,10 @@ class _File:
             # Private and writable, since OpenVINO shares only writable arrays; nobody writes.
             with path.open("rb") as opened:
                 self._map = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
-            self._bf16 = frozenset(json.loads(self._file.metadata.get(BF16_KEY, "[]")))
-        except (OSError, ValueError, CheckpointError) as error:
-            raise EngineError(f"{path} can't be read ({error}): build this role again") from error
+            self._bf16 = frozenset(plain_json(self._file.metadata.get(BF16_KEY, "[]")))
+        except (OSError, ValueError, TypeError, CheckpointError) as error:
+            reason = str(error).removeprefix(f"{path}: ").removesuffix(FETCH_AGAIN)
+            raise EngineError(f"{path} can't be read ({reason}): build this role again") from error
         self._bytes = np.frombuffer(self._map, np.uint8)
         self.names = frozenset(self._file.specs)
 

@@ -15,12 +15,24 @@ import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
 from trtpd.errors import NoInstanceError, RequestError, SaturatedError, ServeError, TrtpdError
+from trtpd.runtime.serve.address import server_address
 from trtpd.runtime.serve.timeline import TimelineReport, from_json
 
 MODEL = "pd"
 CONNECT_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 600.0
 STATUS_TIMEOUT_S = 10.0
+MOST_FLOAT = 3e38
+_UNREACHED = {
+    "Connection refused": "nothing listens there",
+    "hostname lookup error": "no host has that name",
+    "Domain name not found": "no host has that name",
+    "Deadline Exceeded": f"no answer within {CONNECT_TIMEOUT_S:g} s",
+    "No route to host": "no route to that host",
+    "Network is unreachable": "no network to that host",
+    "Socket closed": "what listens there is no gRPC server: is it the HTTP port?",
+    "http1.x server": "an HTTP server listens there: the gRPC front has another port",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +97,7 @@ def status(url: str, *, timeout_s: float = STATUS_TIMEOUT_S) -> dict[str, Any]:
 def _stream(url: str, inputs: list[Any], timeout_s: float) -> Generator[Any, None, None]:
     """Responses that carry something, up to the last. Leaving it early cancels the request."""
     arrived: queue.SimpleQueue[tuple[Any, InferenceServerException | None]] = queue.SimpleQueue()
-    client = triton.InferenceServerClient(url)
+    client = triton.InferenceServerClient(server_address(url))
     finished = False
     try:
         _check_serving(client, url)
@@ -115,11 +127,16 @@ def _check_serving(client: Any, url: str) -> None:
         ready = client.is_model_ready(MODEL, client_timeout=CONNECT_TIMEOUT_S)
     except InferenceServerException as error:
         raise ServeError(
-            f"no server at {url} ({_first_line(error.message())}); start one with `trtpd serve BUILD`, or give its "
-            "gRPC address with --url HOST:PORT"
+            f"no server at {url} ({_why_unreached(_first_line(error.message()))}); start one with `trtpd serve BUILD`, "
+            "or give its gRPC address with --url HOST:PORT"
         ) from error
     if not ready:
         raise ServeError(f"the server at {url} does not serve {MODEL} (yet, or any more); try again in a few seconds")
+
+
+def _why_unreached(message: str) -> str:
+    """What gRPC says of a connection that can't be had, in plain words where they are known."""
+    return next((words for sign, words in _UNREACHED.items() if sign in message), message)
 
 
 def _translated(error: InferenceServerException, url: str) -> TrtpdError:
@@ -147,6 +164,8 @@ def _first_line(message: str | None) -> str:
 def _number(name: str, value: float | None, kind: str) -> Any:
     if value is None:
         return None
+    if kind == "FP32" and not abs(value) <= MOST_FLOAT:
+        raise RequestError(f"{name} is {value}; it must be a finite number")
     types = {"INT32": np.int32, "UINT64": np.uint64, "FP32": np.float32, "BOOL": np.bool_}
     ranges = {"INT32": (-(1 << 31), (1 << 31) - 1), "UINT64": (0, (1 << 64) - 1)}
     low, high = ranges.get(kind, (0, 0))

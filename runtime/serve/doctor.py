@@ -97,7 +97,7 @@ def _machine() -> list[Check]:
             status="ok" if openvino else "missing",
             found=openvino or "not installed",
             needed_for="engine openvino",
-            mend="" if openvino else "pip install trtpd",
+            mend="" if openvino else "pip install . in trtpd's source folder",
         ),
         Check(
             name="cpu",
@@ -131,13 +131,15 @@ def _mpi() -> Check:
         status="ok" if complete else "missing",
         found=found,
         needed_for="tensor parallelism (tp > 1)",
-        mend="" if complete else "pip install 'trtpd[mpi]', or load the site's MPI and pip install mpi4py against it",
+        mend=""
+        if complete
+        else "pip install '.[mpi]' in trtpd's source folder, or load the site's MPI and pip install mpi4py against it",
     )
 
 
 def _distribution(name: str, *, needed_for: str, extra: str = "", optional: bool = False) -> Check:
     version = version_of(name)
-    mend = "" if version else (f"pip install 'trtpd[{extra}]'" if extra else f"pip install {name}")
+    mend = "" if version else (f"pip install '.[{extra}]' in trtpd's source folder" if extra else f"pip install {name}")
     status: Status = "ok" if version else "missing"
     if not version and optional:
         mend += " (optional)"

@@ -27,6 +27,7 @@ from trtpd.runtime.serve.orders import Order, Prepared, beginning_of, ending_of
 from trtpd.runtime.serve.status import status_of
 from trtpd.runtime.serve.switches import Switches
 from trtpd.runtime.serve.text import TextLayer
+from trtpd.runtime.worker.garbage import Collector
 from trtpd.runtime.worker.link import PeerStatus
 from trtpd.runtime.worker.messages import SwitchWork, WireError, Work
 
@@ -104,6 +105,7 @@ class Driver:
         self._drain_until_s: float | None = None
         self._dead = False
         self._switches = Switches()
+        self._collector = Collector()
         self._loop = asyncio.new_event_loop()
         self._emitter = Emitter(self.client_gone, interval_tokens=interval_tokens, clock=clock)
         self._link = make_link(self._wake)
@@ -356,6 +358,7 @@ class Driver:
             for request_id in list(self._live):
                 self._emitter.close(request_id, End(failure=_SHUTTING_DOWN))
                 self._step(core.ClientGone(request_id=request_id))
+        self._collector.look(self._clock())
         self._loop.call_later(HOUSEKEEPING_S, self._guarded, self._housekeeping)
 
     def _set_drain(self, until_s: float) -> None:

@@ -26,13 +26,14 @@ from trtpd.errors import InputError, ServeError
 from trtpd.kv_transfer.pool import sweep
 from trtpd.runtime.serve import rundir
 from trtpd.runtime.serve.gpu_binding import Bindings, bind_groups, on_gpus
-from trtpd.runtime.serve.preflight import Ports, check_ports, check_repository, check_shared_memory
+from trtpd.runtime.serve.preflight import Ports, check_ports, check_repository, check_settings, check_shared_memory
 from trtpd.runtime.serve.server_package import ServerPackage, find_server
 from trtpd.runtime.serve.triton_http import TritonControl
 from trtpd.runtime.serve.triton_server import ServerPlan, TritonServer
 from trtpd.runtime.worker import roles
 from trtpd.runtime.worker.assembly import tagged
 from trtpd.runtime.worker.gpus import GpuBinding, write_bindings
+from trtpd.runtime.worker.sockets import check_address, check_keys
 
 ROUTER_MODEL = "pd"
 LIVE_TIMEOUT_S = 60.0
@@ -82,11 +83,13 @@ class Ready:
 def serve(options: ServeOptions, *, on_ready: Callable[[Ready], None], say: Say) -> int:
     """Serves until a signal or the server's death; returns the exit code. `say` gets single lines for the user.
 
-    Raises TrtpdError if serving can't start or the server dies. Installs handlers for SIGINT and SIGTERM: call it
-    from the main thread.
+    Raises TrtpdError if serving can't start or the server dies. Installs handlers for SIGINT, SIGTERM and, unless it
+    is ignored (nohup), SIGHUP, which a closed terminal sends: call it from the main thread.
     """
     launcher = Launcher(options, on_ready, say)
-    handlers = {signum: signal.signal(signum, launcher.on_signal) for signum in (signal.SIGINT, signal.SIGTERM)}
+    signums = [signal.SIGINT, signal.SIGTERM]
+    signums += [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []
+    handlers = {signum: signal.signal(signum, launcher.on_signal) for signum in signums}
     try:
         return launcher.run()
     finally:
@@ -109,6 +112,28 @@ def check_tag(options: ServeOptions, models: Sequence[str]) -> None:
         raise InputError(f"--tag {options.tag!r}: must be 1 to 32 letters, digits, - or _")
     if options.tag and options.router is None and ROUTER_MODEL not in models:
         raise InputError(f"--tag {options.tag} without a router: give the address of the one to join with --router")
+
+
+def check_router(options: ServeOptions, models: Sequence[str]) -> None:
+    """Raises InputError for an address or keys that no router or leader of ours can use."""
+    if options.keys is not None:
+        check_keys(options.keys, router=ROUTER_MODEL in models, workers=list(models) != [ROUTER_MODEL])
+    if options.router is None:
+        return
+    try:
+        check_address(options.router, options.keys)
+    except ServeError as error:
+        raise InputError(f"--router: {error}") from error
+
+
+def check_reachable(options: ServeOptions, models: Sequence[str], home_roles: Mapping[str, RoleName]) -> None:
+    """Raises InputError for a router without an address whose own instances don't suffice: no others could join it."""
+    here = set(home_roles.values())
+    if ROUTER_MODEL in models and options.router is None and "mixed" not in here and not {"prefill", "decode"} <= here:
+        raise InputError(
+            f"--only {','.join(options.only)}: {ROUTER_MODEL} needs a prefill and a decode (or a mixed) instance; name "
+            "them too, or say with --router ADDR where those of other hosts find it"
+        )
 
 
 class Launcher:
@@ -146,7 +171,10 @@ class Launcher:
         manifest = read_manifest(build)
         self._models = models_of(manifest, self._options.only)
         check_tag(self._options, self._models)
+        check_settings(build, manifest)
+        check_router(self._options, self._models)
         self._home_roles = {name: roles.home_role(manifest, name) for name in self._models if name != ROUTER_MODEL}
+        check_reachable(self._options, self._models, self._home_roles)
         check_repository(build, self._models)
         if ROUTER_MODEL in self._models:
             for remark in find_profile(build, manifest).remarks:
@@ -327,7 +355,10 @@ class Launcher:
     def _drain(self) -> None:
         """New requests are refused from here on; running ones get `drain_s`."""
         drain_s = self._options.drain_s
-        rundir.announce_drain(self._dir, time.monotonic() + drain_s)
+        try:
+            rundir.announce_drain(self._dir, time.monotonic() + drain_s)
+        except OSError as error:  # a full disk: streams still end, or are cut with the server
+            self._say(f"the router can't be told to drain ({error.strerror}: {self._dir}); stopping all the same")
         with contextlib.suppress(ServeError):  # what can't be unloaded any more is killed next
             if ROUTER_MODEL in self._models:
                 self._control.unload(ROUTER_MODEL, timeout_s=drain_s + STAGE_UNLOAD_S)

@@ -11,7 +11,7 @@ import msgspec
 
 from trtpd.build.cost_profile import CostProfile, StepFit, TransferFit
 from trtpd.build.found_profile import FoundProfile, find_profile
-from trtpd.build.manifest import Manifest, RoleName
+from trtpd.build.manifest import Manifest, RoleName, settings_as
 from trtpd.runtime.core.cost import LinearStepTime
 
 AUTO_PATH = "shm"
@@ -46,7 +46,7 @@ class MeasuredCosts:
         profile = found.profile
         if profile is None:
             return cls(status={"path": None, "roles": {}, "remarks": list(found.remarks)})
-        path = msgspec.convert(manifest.settings, type=_Settings).transfer.path
+        path = settings_as(manifest.settings, _Settings).transfer.path
         near = transfer_of(profile, AUTO_PATH if path == "auto" else path)
         times = step_times(profile)
         return cls(

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 from msgspec import structs
 
-from trtpd.build.manifest import Manifest, is_elastic, read_engine_config, read_manifest
+from trtpd.build.manifest import Manifest, is_elastic, read_engine_config, read_manifest, settings_as
 from trtpd.errors import NoInstanceError, ServeError, TrtpdError
 from trtpd.runtime.core.policy import Policy
 from trtpd.runtime.core.router import RouterCore
@@ -39,6 +39,7 @@ from trtpd.runtime.serve.sampling_inputs import with_words
 from trtpd.runtime.serve.sinks import Answers, CollectSink, Responder, TritonSink, Wanted
 from trtpd.runtime.serve.stage_model import build_of
 from trtpd.runtime.serve.text import TextLayer
+from trtpd.runtime.worker.garbage import set_aside
 from trtpd.runtime.worker.link import RouterLink
 from trtpd.runtime.worker.session import fresh_id
 
@@ -92,6 +93,7 @@ class PipelineModel:
         except TrtpdError:
             self._driver.stop()
             raise
+        set_aside()
         threading.Thread(target=self._watch_drain, name="drain", daemon=True).start()
 
     def execute(self, requests: list[Any]) -> None:
@@ -144,6 +146,7 @@ class PipelineModel:
             "fingerprint": self._manifest.pair_fingerprint,
             "trtpd": self._manifest.trtpd,
             "max_seq_tokens": self._limits.max_seq_tokens,
+            "slo": {"ttft_ms": _ms(self._limits.ttft_s), "tpot_ms": _ms(self._limits.tpot_s)},
             "profile": self._costs.status,
         }
         return json.dumps(about | self._driver.status())
@@ -210,7 +213,11 @@ class _Settings(msgspec.Struct, frozen=True):
 
 
 def _settings(manifest: Manifest) -> _Settings:
-    return msgspec.convert(manifest.settings, type=_Settings)
+    return settings_as(manifest.settings, _Settings)
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1e3, 3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 
 from trtpd.build import engines
-from trtpd.build.manifest import Manifest, read_engine_config
+from trtpd.build.manifest import MANIFEST, Manifest, read_engine_config, rebuild
+from trtpd.build.spec import settings_fault
 from trtpd.errors import InputError, ServeError
 
 REGION_BYTES = 16 << 20
@@ -29,8 +30,8 @@ class Ports:
 
 
 def check_ports(host: str, wanted: Ports) -> Ports:
-    """The ports with every 0 replaced by a free one. Raises InputError for ports that can't be, ServeError for one
-    in use or a host that is not this one's."""
+    """The ports with every 0 replaced by a free one. Raises InputError for ports that can't be and a host that is not
+    this one's, ServeError for a port in use."""
     chosen = {"http": wanted.http, "grpc": wanted.grpc, "metrics": wanted.metrics}
     fixed = [port for port in chosen.values() if port]
     if len(set(fixed)) < len(fixed):
@@ -40,23 +41,23 @@ def check_ports(host: str, wanted: Ports) -> Ports:
         for front, port in chosen.items():
             try:
                 listener = held.enter_context(socket.create_server((host, port), family=_family(host)))
-            except (OSError, OverflowError) as error:
+            except OSError as error:
                 raise ServeError(
-                    f"port {port} on {host} can't be used ({getattr(error, 'strerror', None) or error}"
-                    f"{_holder(port)}); stop what listens there, or choose another with --{front} PORT (0: any)"
+                    f"port {port} on {host} can't be used ({_reason(error)}{_holder(port)}); stop what listens there, "
+                    f"or choose another with --{front} PORT (0: any)"
                 ) from error
             chosen[front] = listener.getsockname()[1]
     return Ports(**chosen)
 
 
 def _check_host(host: str) -> None:
-    """Raises ServeError unless this host can listen there, whatever the port."""
+    """Raises InputError unless this host can listen there, whatever the port."""
     try:
         socket.create_server((host, 0), family=_family(host)).close()
     except (OSError, UnicodeError) as error:
-        raise ServeError(
-            f"--host {host}: this host can't listen there ({getattr(error, 'strerror', None) or error}); "
-            "give one of its own addresses, such as 127.0.0.1 (0.0.0.0: all of them)"
+        raise InputError(
+            f"--host {host}: this host can't listen there ({_reason(error)}); give one of its own addresses, such "
+            "as 127.0.0.1 (0.0.0.0: all of them)"
         ) from error
 
 
@@ -68,6 +69,12 @@ def check_repository(build: Path, models: Sequence[str]) -> None:
             f"{build / 'model_repo'} has no model {', '.join(missing)}; build it again with "
             f"`trtpd build PIPELINE -o {build} --force`"
         )
+
+
+def check_settings(build: Path, manifest: Manifest) -> None:
+    """Raises InputError if the build's settings were edited by hand into what can't be."""
+    if fault := settings_fault(manifest):
+        raise InputError(f"{build / MANIFEST}: {fault}; {rebuild(build)}")
 
 
 def check_shared_memory(build: Path, manifest: Manifest, models: Sequence[str]) -> None:
@@ -95,6 +102,13 @@ def pool_bytes(build: Path, manifest: Manifest, models: Iterable[str]) -> dict[s
 
 def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _reason(error: OSError | UnicodeError) -> str:
+    """In the system's words; Python's have the address once more."""
+    if isinstance(error, UnicodeError):
+        return "it is no host's name"
+    return str(error.strerror or error).partition(" (while")[0]
 
 
 def _holder(port: int) -> str:

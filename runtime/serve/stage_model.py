@@ -22,6 +22,7 @@ from trtpd.build.manifest import EngineConfig, RoleName, read_engine_config, rea
 from trtpd.errors import EngineError, InputError, RequestError, SaturatedError, ServeError, TrtpdError
 from trtpd.runtime.serve.answer import failure_of
 from trtpd.runtime.serve.emitter import Emitter, End, Piece
+from trtpd.runtime.serve.inputs import Inputs
 from trtpd.runtime.serve.request import check_size
 from trtpd.runtime.serve.rundir import note_stub
 from trtpd.runtime.serve.sinks import error_response
@@ -149,15 +150,13 @@ class StageModel:
             raise RequestError(
                 "send input_ids or text_input to measure prefill, or kv_tokens and max_tokens to measure decode"
             )
+        inputs = Inputs(tensors)
         if "text_input" in tensors:
-            raw: bytes = tensors["text_input"].reshape(-1)[0]
-            check_size(len(raw), self._text, self._config.max_seq_tokens)
-            try:
-                ids = self._text.encode(raw.decode())
-            except UnicodeDecodeError as error:
-                raise RequestError(f"text_input is not valid UTF-8 (byte {error.start} of {len(raw)})") from error
+            text = inputs.text("text_input") or ""
+            check_size(len(text.encode()), self._text, self._config.max_seq_tokens)
+            ids = self._text.encode(text)
         else:
-            ids = tuple(int(i) for i in tensors["input_ids"].reshape(-1))
+            ids = tuple(inputs.integers("input_ids"))
         if not 0 < len(ids) < self._config.max_seq_tokens:
             raise RequestError(f"the prompt has {len(ids)} tokens; it must have 1 to {self._config.max_seq_tokens - 1}")
         return ids
@@ -234,9 +233,7 @@ def _drain(client: LocalClient, until_s: float) -> None:
 
 
 def _integer(tensors: Mapping[str, Any], name: str, low: int, high: int) -> int:
-    if name not in tensors:
+    value = Inputs(tensors).integer(name, low=low, high=high)
+    if value is None:
         raise RequestError(f"{name} is missing; to measure decode send kv_tokens and max_tokens")
-    value = int(tensors[name].reshape(-1)[0])
-    if not low <= value <= high:
-        raise RequestError(f"{name} is {value}; it must lie between {low} and {high}")
     return value

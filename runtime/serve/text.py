@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from datetime import datetime
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jinja2
 import msgspec
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from trtpd.errors import EngineError, RequestError
+from trtpd.build.chat_template import chat_template, tokenizer_config
+from trtpd.build.manifest import rebuild
+from trtpd.errors import CheckpointError, EngineError, RequestError
 from trtpd.runtime.serve.detokenize import (
     ByteLevelDetokenizer,
     Detokenizer,
@@ -44,9 +43,12 @@ class TextLayer:
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
-            raise EngineError(f"tokenizer {path} can't be read: {error}; build again with `trtpd build`") from error
-        self._config = _read_json(directory / "tokenizer_config.json")
-        self._template = _compile_template(self._config, directory)
+            raise EngineError(f"tokenizer {path} can't be read ({error}); {rebuild(directory.parent)}") from error
+        try:
+            self._config = tokenizer_config(directory)
+            self._template = chat_template(self._config, directory)
+        except CheckpointError as error:
+            raise EngineError(f"{error}; {rebuild(directory.parent)}") from error
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self._byte_level = _is_byte_level(self._tokenizer)
@@ -99,7 +101,16 @@ class TextLayer:
             return ByteLevelDetokenizer(self._token_bytes)
         return WindowDetokenizer(self.decode)
 
+    @cached_property
+    def _bytes_of(self) -> list[bytes]:
+        """Of every token, made at once: filled one by one it would be memory that grows for hours."""
+        return [self._made_bytes(token) for token in range(self.vocab_size)]
+
     def _token_bytes(self, token: int) -> bytes:
+        known = self._bytes_of
+        return known[token] if 0 <= token < len(known) else self._made_bytes(token)
+
+    def _made_bytes(self, token: int) -> bytes:
         text = self._tokenizer.id_to_token(token)
         return b"" if text is None else _byte_level_bytes(text)
 
@@ -133,7 +144,6 @@ def _byte_of_char() -> dict[str, int]:
     return {chr(b): b for b in printable} | {chr(0x100 + n): b for n, b in enumerate(others)}
 
 
-@lru_cache(maxsize=1 << 17)
 def _byte_level_bytes(token: str) -> bytes:
     """An added token may hold characters outside that alphabet: it stands for itself then."""
     table = _byte_of_char()
@@ -142,52 +152,8 @@ def _byte_level_bytes(token: str) -> bytes:
     return bytes(known) if len(known) == len(values) else token.encode()
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise EngineError(f"{path} can't be read: {error}; build again with `trtpd build`") from error
-    if not isinstance(content, dict):
-        raise EngineError(f"{path} holds no JSON object; build again with `trtpd build`")
-    return content
-
-
 def _token_text(entry: Any) -> str:
     """Special tokens are written as a string or as an object with `content`."""
     if isinstance(entry, dict):
         entry = entry.get("content")
     return entry if isinstance(entry, str) else ""
-
-
-def _compile_template(config: dict[str, Any], directory: Path) -> jinja2.Template | None:
-    source = config.get("chat_template")
-    if isinstance(source, list):
-        named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
-        source = named.get("default")
-    file = directory / "chat_template.jinja"
-    if source is None and file.exists():
-        source = file.read_text(encoding="utf-8")
-    if not isinstance(source, str):
-        return None
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    try:
-        return environment.from_string(source)
-    except jinja2.TemplateError as error:
-        raise EngineError(f"the chat template in {directory} has an error: {error}") from error
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
-
-
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)

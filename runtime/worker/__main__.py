@@ -24,6 +24,7 @@ from types import FrameType
 from trtpd.errors import TrtpdError
 from trtpd.runtime.worker.assembly import Place, Worker, assemble, assemble_follower, ranks_of
 from trtpd.runtime.worker.board import STEP_LIMIT_S
+from trtpd.runtime.worker.garbage import set_aside
 from trtpd.runtime.worker.group import Member, join_group, open_keeper_pipe
 from trtpd.runtime.worker.leader import Leader
 from trtpd.runtime.worker.parent import die_with_parent, watch_pipe
@@ -104,6 +105,7 @@ def lead(place: Place, member: Member | None, arguments: argparse.Namespace, par
         if member is not None:
             member.serve(True)
         announce(worker, place.instance)
+        set_aside()
         worker.leader.run()
     except Exception as error:
         reason = f"{getattr(error, 'code', 'internal')}: {error}"
@@ -120,6 +122,7 @@ def follow(place: Place, member: Member) -> None:
     follower = assemble_follower(place, member.ranks)
     try:
         member.serve(True)
+        set_aside()
         follower.run()
     finally:
         member.serve(False)

@@ -21,6 +21,7 @@ from trtpd.build.manifest import (
     read_engine_config,
     read_manifest,
     rebuild,
+    settings_as,
 )
 from trtpd.build.roles import split_cores
 from trtpd.errors import EngineError, LeaseError, TransferError
@@ -273,7 +274,7 @@ def hello_of(
 
 def transfer_settings(place: Place, generation: str, manifest: Manifest) -> TransferSettings:
     """How this instance moves KV. Raises ServeError for unreadable keys."""
-    section = msgspec.convert(manifest.settings, type=_Settings).transfer
+    section = settings_as(manifest.settings, _Settings).transfer
     return TransferSettings(
         instance=place.name,
         generation=generation,

@@ -34,6 +34,7 @@ from trtpd.runtime.engine.base import (
     PrefillDone,
     RequestKind,
 )
+from trtpd.runtime.worker.garbage import Collector
 from trtpd.runtime.worker.intake import Intake, NewWork, key_of
 from trtpd.runtime.worker.jobs import (
     DrainingError,
@@ -118,6 +119,7 @@ class Leader:
         self._report_s = 0.0
         self._sweep_s = 0.0
         self._stop_s: float | None = None
+        self._collector = Collector()
 
     def run(self) -> None:
         """Turns until `request_stop` and then until idle or out of grace.
@@ -390,6 +392,7 @@ class Leader:
                 self._end(key)
         if now_s >= self._sweep_s:
             self._sweep_s = now_s + SWEEP_EVERY_S
+            self._collector.look(now_s)
             for job in list(self._jobs.values()):
                 if now_s > job.deadline_s + DEADLINE_GRACE_S and not job.ending:
                     log.warning("%s is past its deadline and was not cancelled; ending it", job.key)

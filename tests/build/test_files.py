@@ -1,15 +1,26 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import os
+import re
 from pathlib import Path
 
 import pytest
 
 from trtpd.build import files
-from trtpd.build.files import cache_dir, link_or_copy, link_tree, locked, staged, translated
-from trtpd.errors import BuildError
+from trtpd.build.files import (
+    cache_dir,
+    expanded,
+    link_or_copy,
+    link_tree,
+    locked,
+    staged,
+    translated,
+    write_whole,
+)
+from trtpd.errors import BuildError, InputError
 
 
 def test_our_own_variable_wins_over_xdg_and_home() -> None:
@@ -109,6 +120,41 @@ def test_where_links_are_not_possible_files_are_copied(tmp_path: Path, monkeypat
 
 
 def test_file_system_errors_become_one_line(tmp_path: Path) -> None:
-    line = r"^build x: No such file or directory \(.*absent\)$"
+    line = r"^build x: No such file or directory \(.*absent\); choose another place with -o$"
     with pytest.raises(BuildError, match=line), translated("build x", BuildError):
         (tmp_path / "absent").read_text()
+
+
+def test_a_full_disk_also_asks_for_space() -> None:
+    with pytest.raises(BuildError, match="free some space, or choose"), translated("build x", BuildError):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_file_is_written_whole_or_what_was_there_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "p.yaml"
+    write_whole(path, b"one")
+    path.chmod(0o640)
+    write_whole(path, b"two")
+    assert (path.read_bytes(), path.stat().st_mode & 0o777) == (b"two", 0o640)
+
+    def full(_handle: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    for target in (path, tmp_path / "new.yaml"):
+        with pytest.raises(OSError, match=re.escape(str(target))):
+            write_whole(target, b"three")
+    assert path.read_bytes() == b"two"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_device_is_written_and_never_replaced() -> None:
+    before = os.stat("/dev/null").st_rdev
+    write_whole(Path("/dev/null"), b"gone")
+    assert os.stat("/dev/null").st_rdev == before
+
+
+@pytest.mark.parametrize("path", ["~no-such-user-here/x", "~no-such-user-here"])
+def test_a_home_that_is_not_there_is_bad_input(path: str) -> None:
+    with pytest.raises(InputError, match="no such home folder"):
+        expanded(path)

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+from msgspec import structs
 
-from trtpd.build.spec import PipelineSpec, load_spec, parse_spec
-from trtpd.errors import SpecError
+from trtpd.build.manifest import Manifest, is_elastic
+from trtpd.build.spec import PipelineSpec, load_spec, parse_spec, settings_fault
+from trtpd.errors import InputError, SpecError
 
 SHORTEST = """\
 model: models/smollm2
@@ -79,9 +82,22 @@ def test_hosts_are_a_file_beside_the_pipeline_or_a_list(tmp_path: Path) -> None:
         ("- a\n", "must hold keys"),
         ("", "must hold keys"),
         ("model: [1,\n", "not valid YAML"),
-        ("model: &a [*a]\nmodle: 1", "pipeline.yaml:1: model: is [[...]]; it must be a text"),
+        ("model: &a [*a]\nmodle: 1", "pipeline.yaml:1: an alias stands within its own anchor"),
+        (SHORTEST + "1: 2\n", "pipeline.yaml:7: pipeline: a key is 1, which is no text; write it in quotes"),
+        (SHORTEST + "scheduler: {tenants: {true: 2}}\n", "pipeline.yaml:7: scheduler.tenants: a key is true"),
+        (SHORTEST + "kv:\n  max_seq_tokens: " + "9" * 5000, "pipeline.yaml:8: not valid YAML ('999"),
+        (SHORTEST + "kv: {max_seq_tokens: 0x" + "f" * 5000 + "}", "is a number of 20000 bits; it must be at most"),
+        (SHORTEST + "name: 2026-13-45\n", "pipeline.yaml:7: not valid YAML ('2026-13-45' can't be read as timestamp"),
+        (SHORTEST + "name: 2026-01-02\n", "pipeline.yaml:7: name: is 2026-01-02 (a date); it must be a text"),
+        (SHORTEST + "name: !!bool maybe\n", "can't be read as bool"),
+        (SHORTEST.replace("models/smollm2", '"a\\0b"'), "can't be a path"),
+        (SHORTEST.replace("models/smollm2", "~no-such-user-here/m"), "no such home folder"),
+        (SHORTEST + "transfer: {path: tcp, listen: banana}\n",
+         "pipeline.yaml:7: transfer.listen: is 'banana'; it must be an IP address, or a network"),
+        (SHORTEST + "scheduler: {tenants: gold}\n", "is 'gold'; it must be a mapping of keys"),
         ("[" * 500, "nested too deeply"),
     ],
+    ids=lambda text: text[-60:],
 )  # fmt: skip
 def test_a_wrong_file_is_refused_with_line_key_value_and_mend(tmp_path: Path, text: str, said: str) -> None:
     assert said in refusal(tmp_path, text)
@@ -97,6 +113,11 @@ def test_text_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
     (tmp_path / "p.yaml").write_bytes(b"model: \xff\n")
     with pytest.raises(SpecError, match="not UTF-8 text"):
         load_spec(tmp_path / "p.yaml")
+
+
+def test_what_never_ends_is_no_pipeline_file() -> None:
+    with pytest.raises(SpecError, match="so it is no pipeline file"):
+        load_spec(Path("/dev/zero"))
 
 
 def test_an_absent_file_says_how_to_make_one(tmp_path: Path) -> None:
@@ -138,3 +159,58 @@ def test_every_key_says_what_it_means() -> None:
         return found
 
     assert undescribed(PipelineSpec) == []
+
+
+BOMB = "a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
+    f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 30)
+)
+
+
+@pytest.mark.parametrize("text", [BOMB, SHORTEST + "tensorrt_llm: {gpu: &b [*b, *b]}\n"], ids=["bomb", "circle"])
+def test_aliases_that_stand_for_too_much_are_refused_at_once(tmp_path: Path, text: str) -> None:
+    assert "write out what is meant" in refusal(tmp_path, text)
+
+
+def test_plain_data_is_shown_no_further_than_it_is_read() -> None:
+    shared: Any = "x"
+    for _ in range(60):
+        shared = [shared, shared]
+    with pytest.raises(SpecError, match="model: is ") as caught:
+        parse_spec({"model": shared, "pools": POOLS})
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize("value", [None, True, 3, -1, 1.5, float("nan"), "", "x", [], {}, [[]], {"a": {}}, 1 << 200])
+def test_no_fault_is_told_in_the_words_of_the_library(value: Any) -> None:
+    """Every key of every section is given a value of each kind."""
+
+    def faults(model: type[Any], at: tuple[str, ...]) -> list[str]:
+        found = []
+        for name, field in model.model_fields.items():
+            inner = [one for one in (field.annotation, *get_args(field.annotation)) if hasattr(one, "model_fields")]
+            found += faults(inner[0], (*at, name)) if inner else []
+            document: Any = {"model": "m", "pools": {"prefill": {}, "decode": {}, "mixed": {}}}
+            place = document
+            for key in at:
+                place = place.setdefault(key, {})
+            place[name] = value
+            try:
+                parse_spec(document)
+            except SpecError as error:
+                found.append(str(error))
+        return found
+
+    told = faults(PipelineSpec, ())
+    assert told
+    assert not [text for text in told if re.search(r"[Ii]nput|should|Keys|valid |constrained|list\[|\.str:", text)]
+
+
+def test_a_builds_settings_that_were_edited_by_hand_are_named() -> None:
+    manifest = Manifest(format=1, trtpd="0", model="m", pair_fingerprint="p", roles={}, settings={})
+    good = {"model": "m", "pools": {**POOLS, "elastic": False}}
+    assert settings_fault(structs.replace(manifest, settings=good)) is None
+    for wrong in ({**POOLS, "elastic": 3}, 7):
+        edited = structs.replace(manifest, settings={"model": "m", "pools": wrong})
+        assert "pools" in str(settings_fault(edited))
+        with pytest.raises(InputError, match=r"manifest\.json"):
+            is_elastic(edited)

@@ -78,7 +78,14 @@ def test_a_file_cut_anywhere_is_refused_in_one_line(tmp_path: Path, keep: int) -
         b'{"a": 3}',
         b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}',
         b'{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [4, 0]}}',
+        b'{"a": {"dtype": "F32", "shape": [Infinity], "data_offsets": [0, 4]}}',
+        b'{"a": {"dtype": "F32", "shape": [1.5], "data_offsets": [0, 4]}}',
+        b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, ' + b"9" * 4000 + b"]}}",
+        b'{"a": {"dtype": "F32", "shape": [' + b",".join([b"1"] * 1000) + b'], "data_offsets": [0, 4]}}',
+        b'{"a": {"dtype": "F32", "shape": [' + b"9" * 5000 + b'], "data_offsets": [0, 4]}}',
+        b"[" * 100_000,
     ],
+    ids=lambda header: repr(header[:70]),
 )
 def test_a_corrupt_header_is_refused(tmp_path: Path, header: bytes) -> None:
     path = tmp_path / "w.safetensors"

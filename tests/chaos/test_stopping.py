@@ -14,7 +14,13 @@ from trtpd_testing.harness import ask, orphans_in_shm, serving, trtpd
 pytestmark = pytest.mark.e2e
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+HANG_UP = pytest.param(
+    signal.SIGHUP,  # SIGTERM is what stops the stream below
+    marks=pytest.mark.skipif(signal.getsignal(signal.SIGHUP) == signal.SIG_IGN, reason="run under nohup"),
+)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, HANG_UP])
 def test_a_signal_stops_everything_and_exits_0(mixed_build: Path, tmp_path: Path, signum: int) -> None:
     with serving(mixed_build, tmp_path / "serve.log") as server:
         assert ask(server, text_input="Once upon a time", max_tokens=4).error is None

@@ -55,6 +55,29 @@ def test_bad_usage_is_one_line_and_exit_2(args, capsys):
     assert len(err.strip().splitlines()) == 1
 
 
+def test_bad_usage_with_json_is_one_json_object_too(capsys):
+    for args in (
+        ("generate", "--json", "--max-tokens", "x", "hi"),
+        ("serve", "B", "--http", "99999", "--js"),
+        ("--json",),
+    ):
+        status, out, err = run(*args, capsys=capsys)
+        assert status == 2
+        found = json.loads(out)
+        assert found["code"] == "usage"
+        assert found["error"] == err.strip()
+
+
+@pytest.mark.parametrize("url", ["", "nonsense", "http://127.0.0.1:8001", "127.0.0.1:99999"])
+@pytest.mark.parametrize(
+    "command", [("status",), ("generate", "hi"), ("bench", "--workload", "chat"), ("perf-analyzer",)]
+)
+def test_an_address_that_can_not_be_is_bad_usage_wherever_it_is_taken(command, url, capsys):
+    status, _, err = run(*command, "--url", url, capsys=capsys)
+    assert status == 2
+    assert "argument --url" in err
+
+
 @pytest.mark.parametrize(
     ("error", "status", "code"),
     [
@@ -149,12 +172,63 @@ def test_a_full_disk_behind_stdout_is_one_line():
     run = subprocess.run(["sh", "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert run.returncode == 1
     assert len(run.stderr.strip().splitlines()) == 1
+    assert "No space left on device" in run.stderr
 
 
 def test_a_prompt_that_is_not_utf8_is_bad_input(capsys):
     status, _, err = run("generate", "caf\udce9", capsys=capsys)
     assert status == 2
     assert "UTF-8" in err
+
+
+def shell(script: str) -> subprocess.CompletedProcess[str]:
+    command = script.replace("TRTPD", f"{sys.executable} -P -m trtpd.cli")
+    return subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("given", ["PYTHONIOENCODING=utf-8:strict TRTPD generate -", "TRTPD generate -"])
+def test_standard_input_that_is_not_utf8_is_bad_input(given):
+    found = shell(f"printf '\\377abc' | {given}")
+    assert found.returncode == 2
+    assert "UTF-8" in found.stderr
+
+
+def test_an_output_of_another_encoding_gets_text_escaped_and_json_that_can_be_read(tmp_path: Path):
+    name = str(tmp_path / "caf\u00e9-\U0001f3f4")
+    found = shell(f"PYTHONIOENCODING=ascii TRTPD lint --json {name}")
+    assert found.returncode == 2
+    assert name in json.loads(found.stdout)["error"]
+
+
+def test_closed_standard_streams_are_no_fault_of_ours():
+    found = shell("TRTPD lint /dev/null <&- >&-")
+    assert found.returncode == 2
+    assert "must hold keys" in found.stderr
+
+
+def test_ctrl_c_while_commands_are_imported_is_one_line():
+    """The interrupt comes from inside the first import of what the commands need."""
+    script = (
+        "import sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'trtpd.command_line': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "from trtpd.cli import main\n"
+        "sys.exit(main(['doctor']))\n"
+    )
+    found = subprocess.run(
+        [sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (found.returncode, found.stderr) == (130, "trtpd: interrupted\n")
+
+
+def test_the_beginning_imports_nothing_of_weight():
+    script = "import sys, trtpd.cli; print(*sorted(n for n in sys.modules if n.partition('.')[0] in ('trtpd', 'rich')))"
+    found = subprocess.run(
+        [sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert found.stdout.split() == ["trtpd", "trtpd.cli"]
 
 
 def test_a_reader_that_leaves_is_no_traceback():

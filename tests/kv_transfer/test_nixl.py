@@ -167,7 +167,7 @@ def test_a_closed_source_is_gone_for_its_sinks():
 
 def test_without_the_library_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "nixl_cu12", None)
-    with pytest.raises(TransferError, match=r"pip install 'trtpd\[nixl\]'"):
+    with pytest.raises(TransferError, match=r"pip install '\.\[nixl\]'"):
         NixlAgent("nobody", "127.0.0.1")
 
 

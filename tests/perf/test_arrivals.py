@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trtpd.errors import InputError
-from trtpd.perf.arrivals import Arrivals, parse
+from trtpd.perf.arrivals import BOUNDS, RATES, Arrivals, parse
+from trtpd.perf.arrivals import SHAPES as SHAPE_TABLE
 
 SHAPES = ["even", "poisson", "gamma:0.5", "gamma:3", "bursts:2,6", "ramp:0,2", "ramp:3,1", "ramp:1,1"]
 
@@ -57,6 +58,10 @@ def test_a_ramp_has_three_times_as_many_arrivals_in_its_second_half_as_one_from_
         ("bursts:1", "bursts takes 2 numbers"),
         ("ramp:0,0", "both 0"),
         ("ramp:nan,1", "A is nan"),
+        ("gamma:1e-200", "CV is 1e-200; it must lie between"),
+        ("gamma:1e200", r"CV is 1e\+200"),
+        ("bursts:1e-300,1", "ON is 1e-300"),
+        ("ramp:1e308,1e308", r"A is 1e\+308"),
     ],
 )
 def test_a_wrong_shape_is_named(text, fault):
@@ -64,7 +69,17 @@ def test_a_wrong_shape_is_named(text, fault):
         parse(text)
 
 
-@pytest.mark.parametrize("rate", [0.0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("rate", [0.0, -1.0, 1e-300, 1e300, float("nan"), float("inf")])
 def test_a_rate_must_be_above_zero(rate):
     with pytest.raises(InputError, match="must be above 0"):
         Arrivals().instants(10, rate, np.random.default_rng(0))
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=st.sampled_from(list(BOUNDS)), ends=st.tuples(st.booleans(), st.booleans()), rate=st.sampled_from(RATES))
+def test_the_ends_of_what_is_taken_give_instants_that_can_be_waited_for(text, ends, rate):
+    shape = next(name for name, (_, numbers) in SHAPE_TABLE.items() if text in numbers)
+    numbers = ",".join(str(BOUNDS[name][end]) for name, end in zip(SHAPE_TABLE[shape][1], ends, strict=False))
+    found = parse(f"{shape}:{numbers}").instants(50, rate, np.random.default_rng(1))
+    assert np.all(np.isfinite(found))
+    assert np.all(np.diff(found) >= 0)

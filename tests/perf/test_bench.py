@@ -91,7 +91,10 @@ def test_a_workload_can_be_saved_without_a_server(tmp_path, capsys):
         (["--workload", "chat", "--rate", "1", "--arrivals", "wave"], "no shape"),
         (["--workload", "chat", "--rate", "1", "--scale-lengths", "big"], "give a number or auto"),
         (["--workload", "chat", "--rate", "1", "--openai", "x", "--extra-body", "{"], "no JSON"),
-        (["--workload", "chat", "--rate", "1", "--channels", "0"], "at least 1"),
+        (["--workload", "chat", "--rate", "1", "--channels", "0"], "'0' is not a whole number above 0"),
+        (["--workload", "chat", "--rate", "1", "--cores", "0"], "'0' is not a whole number above 0"),
+        (["--workload", "chat", "--rate", "1", "--timeout-s", "nan"], "'nan' is not a number of seconds"),
+        (["--workload", "chat", "--rate", "1", "--openai", "http://x:99999"], "write http://HOST:PORT"),
         (["--workload", "chat", "--rate", "1", "--ttft-ms", "0"], "above 0"),
     ],
 )
@@ -129,3 +132,27 @@ def test_cpu_of_a_server_on_this_host_is_found_by_its_port():
     assert server_process("192.0.2.1:8001") is None
     with pytest.raises(InputError, match="HOST:PORT"):
         server_process("localhost:http")
+
+
+@pytest.mark.parametrize("url", ["", "http://127.0.0.1:8001", "127.0.0.1:99999"])
+def test_a_server_whose_address_can_not_be_is_bad_input(url):
+    with pytest.raises(InputError):
+        Target(url=url)
+
+
+def test_targets_that_are_not_given_are_those_of_the_servers_pipeline_file():
+    told = {"slo": {"ttft_ms": 900.0, "tpot_ms": None}}
+    options = BenchOptions(target=Target(url="127.0.0.1:1"), wanted=Wanted(name="chat", rate=1.0))
+    found = room.with_servers_targets(options, told)
+    assert found.slo == FixedSlo(ttft_s=0.9)
+    assert "pipeline file" in found.targets_remark
+    given = room.with_servers_targets(replace(options, slo=FixedSlo(ttft_s=0.1, tpot_s=0.2)), told)
+    assert given.slo == FixedSlo(ttft_s=0.1, tpot_s=0.2)
+    assert given.targets_remark == ""
+    assert room.with_servers_targets(options, None) == options
+
+
+@pytest.mark.parametrize("command", [["bench", "--rate", "1"], ["perf-analyzer"], ["compare", "BUILD"]])
+def test_a_report_that_could_not_be_written_is_refused_before_anything_is_measured(command, capsys):
+    assert main([*command, "--workload", "chat", "-o", "/proc/trtpd/report"]) == 2
+    assert "choose another place with -o" in capsys.readouterr().err

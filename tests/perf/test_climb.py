@@ -7,7 +7,7 @@ from trtpd.perf.climb import next_to_try
 
 
 def climb(values, *, first, stride=1, most=None):
-    found = {}
+    found: dict[int, float] = {}
     more = {} if most is None else {"most": lambda index: most[index]}
     while (index := next_to_try(len(values), found, first=first, stride=stride, **more)) is not None:
         assert index not in found

@@ -63,7 +63,7 @@ def test_every_split_of_more_cores_is_tried(tmp_path):
 
 def tried(candidates, good):
     """What a tuning tries, in its order, if GOOD says how good a variant is."""
-    scores = {}
+    scores: dict[str, float] = {}
     while (variant := next_variant(candidates, scores)) is not None:
         assert variant.label not in scores
         scores[variant.label] = good(variant)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models
@@ -21,7 +22,7 @@ from trtpd.build.manifest import read_manifest
 from trtpd.errors import InputError
 from trtpd.perf.profiler import ProfileOptions, Profiler
 
-COSTS = {"prefill_tokens_per_s": 20_000.0, "decode_step_ms": 4.0}
+COSTS: dict[str, Any] = {"prefill_tokens_per_s": 20_000.0, "decode_step_ms": 4.0}
 
 
 def silent(stage: str, done: int, total: int) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from trtpd.perf.scenario import Faults, Kill, Network, SimRequest, Slow
 from trtpd.perf.simulate import Simulation
-from trtpd.perf.simulated_worker import WorkerSpec, true_token
+from trtpd.perf.worker_spec import WorkerSpec, true_token
 from trtpd.runtime.core.cost import LinearStepTime
 from trtpd.runtime.core.router import RouterCore
 

@@ -23,7 +23,7 @@ from trtpd.runtime.engine import emulated
 from trtpd.runtime.engine.base import Engine
 
 _names = itertools.count()
-COSTS = {
+COSTS: dict[str, Any] = {
     "prefill_tokens_per_s": 1000.0,
     "step_ms": 1.0,
     "decode_step_ms": 10.0,

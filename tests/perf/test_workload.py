@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import msgspec
@@ -195,6 +196,11 @@ def test_a_saved_workload_that_is_not_whole_or_not_ours_is_refused(tmp_path):
         (Wanted(name="trace:nowhere.csv"), "no such file"),
         (Wanted(name="none.jsonl"), "can't be read"),
         (Wanted(name="trace:azure-code", rate=-1.0), "above 0"),
+        (Wanted(name="chat", rate=1.0, seed=-1), "the seed is -1"),
+        (Wanted(name="trace:azure-code", seed=1 << 63), "the seed is"),
+        (Wanted(name="chat", rate=1.0, requests=10**12), "at most"),
+        (Wanted(name="trace:~no-such-user-here/x.csv"), "no such home folder"),
+        (Wanted(name="~no-such-user-here/x.jsonl"), "no such home folder"),
     ],
 )
 def test_a_workload_that_cannot_be_made_says_why(wanted, fault):
@@ -208,3 +214,45 @@ def test_a_request_that_could_never_start_is_refused():
         Workload(name="w", seed=0, asks=(ask,))
     with pytest.raises(InputError, match="must follow one of"):
         Workload(name="w", seed=0, asks=(msgspec.structs.replace(ask, after=0),))
+
+
+@pytest.mark.parametrize(
+    "row", ["nan,5,5", "inf,5,5", "-inf,5,5", "0,1e9,5", f"0,{'9' * 18},5", f"0,{'9' * 5000},5", "0,5,nan"]
+)
+def test_a_trace_with_a_number_that_is_none_names_its_row(row, tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text(f"TIMESTAMP,ContextTokens,GeneratedTokens\n0,5,5\n{row}\n")
+    with pytest.raises(InputError, match="row 2"):
+        make(Wanted(name=f"trace:{path}"))
+
+
+@pytest.mark.parametrize("start", range(10, 120, 10))
+def test_a_packed_file_that_is_damaged_anywhere_is_refused_in_one_line(start, tmp_path):
+    path = tmp_path / "w.jsonl.gz"
+    save(make(Wanted(name="chat", requests=40, rate=1.0)), path)
+    packed = bytearray(path.read_bytes())
+    packed[start : start + 20] = bytes(20)
+    path.write_bytes(packed)
+    with pytest.raises(InputError, match=re.escape(str(path))):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"at_s": float("inf")}, "at_s and think_s"),
+        ({"at_s": -1.0}, "at_s and think_s"),
+        ({"segments": (Segment(1, 10**18),)}, "lengths are out of range"),
+        ({"segments": (Segment(1, 10), Segment(2, -5))}, "lengths are out of range"),
+    ],
+)
+def test_a_request_that_could_not_be_made_is_refused(changes, fault):
+    ask = Ask(segments=(Segment(1, 5),), max_tokens=5, kind="x", at_s=0.0)
+    with pytest.raises(InputError, match=fault):
+        Workload(name="w", seed=0, asks=(msgspec.structs.replace(ask, **changes),))
+
+
+def test_a_large_seed_is_saved_and_replayed(tmp_path):
+    made = make(Wanted(name="chat", requests=3, rate=1.0, seed=(1 << 63) - 1))
+    save(made, tmp_path / "w.jsonl")
+    assert load(tmp_path / "w.jsonl") == made

@@ -36,6 +36,7 @@ from trtpd.build.backends.tensorrt_llm.runs import (
 )
 from trtpd.build.backends.tensorrt_llm.shards import rank_shards
 from trtpd.build.checkpoint import TOKENIZER_FILES, Checkpoint
+from trtpd.build.decoding import plain_json
 from trtpd.build.files import digest_of, link_or_copy, link_tree
 from trtpd.build.machine import installed_version
 from trtpd.build.manifest import EngineConfig, TensorRTConfig
@@ -58,7 +59,7 @@ class TensorRTBackend:
 
     def found_key(self, directory: Path, config: EngineConfig) -> str | None:
         try:
-            content = json.loads((directory / CONTENT).read_bytes())
+            content = plain_json((directory / CONTENT).read_bytes())
             whole = all((directory / name).stat().st_size == size for name, size in content["files"].items())
             return str(content["key"]) if whole else None
         except (OSError, ValueError, LookupError, TypeError, AttributeError):

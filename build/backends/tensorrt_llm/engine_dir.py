@@ -14,6 +14,7 @@ from typing import Any
 from trtpd.build.backends.tensorrt_llm.checkpoint import checkpoint_config
 from trtpd.build.backends.tensorrt_llm.flags import FLAGS, PLUGIN_SWITCHES
 from trtpd.build.backends.tensorrt_llm.release import parse_release
+from trtpd.build.decoding import plain_json
 from trtpd.build.manifest import EngineConfig, Settings
 from trtpd.errors import BuildError, InputError
 
@@ -34,7 +35,7 @@ def engine_name(rank: int) -> str:
 def is_engine_dir(directory: Path) -> bool:
     """Whether a folder is one that trtllm-build wrote, by its config.json."""
     try:
-        found = json.loads((directory / CONFIG).read_bytes())
+        found = plain_json((directory / CONFIG).read_bytes())
     except (OSError, ValueError):
         return False
     return isinstance(found, dict) and {"version", "pretrained_config", "build_config"} <= found.keys()
@@ -44,7 +45,7 @@ def read_engine_dir(directory: Path) -> Settings:
     """config.json of such a folder. Raises InputError."""
     path = directory / CONFIG
     try:
-        found = json.loads(path.read_bytes())
+        found = plain_json(path.read_bytes())
     except OSError as error:
         raise InputError(f"{path}: can't be read ({error.strerror or error})") from error
     except ValueError as error:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from trtpd.errors import InputError
-from trtpd.perf.simulated_worker import WorkerSpec
+from trtpd.perf.worker_spec import WorkerSpec
 from trtpd.runtime.core.cluster import Cluster
 from trtpd.runtime.core.cost import Costs, LinearStepTime, StepWork
 from trtpd.runtime.core.events import Hello
@@ -85,7 +86,7 @@ def test_a_prompt_costs_its_steps(tokens: int, chunk_tokens: int) -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"decode_step_s": float("inf")}, {"prefill_step_s": -1e-9}, {"chunk_tokens": 0}])
-def test_a_term_that_can_not_be_is_refused(wrong: dict[str, float]) -> None:
+def test_a_term_that_can_not_be_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=next(iter(wrong))):
         replace(MODEL, **wrong)
 

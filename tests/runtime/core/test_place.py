@@ -24,7 +24,7 @@ from trtpd_testing.router_rig import (
 )
 
 from trtpd.errors import InputError
-from trtpd.perf.simulated_worker import WorkerSpec
+from trtpd.perf.worker_spec import WorkerSpec
 from trtpd.runtime.core import place
 from trtpd.runtime.core.cluster import Cluster
 from trtpd.runtime.core.events import Arrived, InstanceEvent, LinkDown, Load, Pull, Role, Step, Submit, Tokens

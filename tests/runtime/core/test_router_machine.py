@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import ClassVar
+
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 from trtpd_testing.fleet import Fleet
 
-from trtpd.perf.simulated_worker import WorkerSpec
+from trtpd.perf.worker_spec import WorkerSpec
 from trtpd.runtime.core.events import ClientGone, Drain, LinkDown, TextStopped
 from trtpd.runtime.core.policy import Policy
 
@@ -46,6 +49,8 @@ def small(name: str) -> WorkerSpec:
 
 class RouterMachine(RuleBasedStateMachine):
     """After every event the router's invariants hold; at the end everything has come back."""
+
+    reached: ClassVar[Counter[str]]
 
     @initialize(seed=st.integers(0, 3), who=st.just(set(NAMES[:4])) | st.sets(names, min_size=1))
     def begin(self, seed: int, who: set[str]) -> None:
@@ -130,7 +135,9 @@ class RouterMachine(RuleBasedStateMachine):
     @rule(name=names, what=st.sampled_from(["kill", "notice", "start", "greet_again"]))
     def trouble(self, name: str, what: str) -> None:
         """A death, the news of one (true or false), a restart, a second registration."""
-        getattr(self.fleet, what)(self.peer(name))
+        name = self.peer(name)
+        self.fleet.reached[f"{what} of one {'up' if self.fleet.peers[name].worker else 'down'}"] += 1
+        getattr(self.fleet, what)(name)
 
     @rule(name=names, sink=names, what=st.sampled_from(["drain", "move", "link"]))
     def close_down(self, name: str, sink: str, what: str) -> None:
@@ -140,6 +147,7 @@ class RouterMachine(RuleBasedStateMachine):
     @rule(name=names, factor=st.sampled_from([0.2, 1.0, 8.0]))
     def slow_down(self, name: str, factor: float) -> None:
         self.fleet.slowness[self.peer(name)] = factor
+        self.fleet.reached["slowed"] += factor > 1.0
 
     @rule(pick=picks)
     def stale_answer(self, pick: int) -> None:
@@ -171,20 +179,48 @@ class RouterMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([-5.0, 2.0, 70.0]))
     def clock_jumps(self, seconds: float) -> None:
         self.fleet.now_s += seconds
+        self.fleet.reached["clock back" if seconds < 0.0 else "clock forward"] += 1
 
     def teardown(self) -> None:
         if hasattr(self, "fleet"):
             self.fleet.now_s = max(self.fleet.now_s, self.fleet.core.snapshot()["now_s"])
             self.fleet.settle()
             self.fleet.check_ends()
+            self.reached.update(self.fleet.tallies())
 
 
 QUIET = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
 
 
-def run(examples: int, steps: int) -> None:
+def run(examples: int, steps: int) -> Counter[str]:
+    """Runs the machine and says how often it reached what."""
+
+    class Machine(RouterMachine):
+        reached: ClassVar[Counter[str]] = Counter()
+
     limits = settings(max_examples=examples, stateful_step_count=steps, deadline=None, suppress_health_check=QUIET)
-    run_state_machine_as_test(RouterMachine, settings=limits)
+    run_state_machine_as_test(Machine, settings=limits)
+    return Machine.reached
+
+
+MUST_BE_REACHED = (
+    *("Arrived", "Step", "Tokens", "Sealed", "ChunkReady", "TransferDone", "TransferFailed", "Drained", "Rejected"),
+    *("ClientGone", "TextStopped", "LinkDown", "Drain", "Lost", "Hello", "Quarantine", "Refuse"),
+    *(
+        "slowed",
+        "clock back",
+        "clock forward",
+        "losses",
+        "stale_answers",
+        "orphans",
+        "quarantines",
+        "transfer_failures",
+    ),
+    *("start of one up", "start of one down", "notice of one up", "notice of one down", "greet_again of one up"),
+    *("retries:prefill_lost", "retries:decode_lost", "retries:local_lost", "retries:rejected", "retries:lease_lost"),
+    *("finished:stop", "finished:length", "failed:deadline", "refused:saturated", "shed:queue_time", "cancelled"),
+    *("placed:pair", "placed:mixed", "placed:local", "placed:no_prefill", "placed:no_decode"),
+)
 
 
 def test_whatever_happens_nothing_is_lost_doubled_or_left_behind() -> None:
@@ -193,4 +229,8 @@ def test_whatever_happens_nothing_is_lost_doubled_or_left_behind() -> None:
 
 @pytest.mark.slow
 def test_whatever_happens_for_long_nothing_is_lost_doubled_or_left_behind() -> None:
-    run(examples=1500, steps=150)
+    reached: Counter[str] = Counter()
+    while reached["events"] - reached["Tick"] < 200_000:
+        reached += run(examples=250, steps=150)
+    print(dict(sorted(reached.items())))
+    assert [name for name in MUST_BE_REACHED if reached[name] < 20] == []

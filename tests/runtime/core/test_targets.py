@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from trtpd_testing.router_rig import Rig, decode, mixed, only, prefill, to_decoding
+from trtpd_testing.router_rig import Rig, decode, mixed, only, prefill, to_decoding, tokens
 
 from trtpd.perf.scenario import Faults, SimRequest, Slow
 from trtpd.perf.simulate import Simulation
 from trtpd.runtime.core.cost import LinearStepTime
 from trtpd.runtime.core.events import Refuse, Submit
+from trtpd.runtime.core.instance import Hold
 from trtpd.runtime.core.policy import Policy
+from trtpd.runtime.core.ranks import places_s
 from trtpd.runtime.core.router import RouterCore
 
 
@@ -59,6 +61,53 @@ def test_a_batch_is_not_filled_beyond_what_keeps_a_newcomers_target() -> None:
     to_decoding(rig, 2, tpot_s=0.035)
     assert rig.arrive(3, tpot_s=0.035) == []
     assert only(rig.arrive(4, tpot_s=0.5), Submit).request_id == 4
+
+
+def test_one_that_waits_for_its_turn_in_a_full_batch_is_not_overtaken() -> None:
+    rig = Rig(prefill(), decode(max_batch=2))
+    measured(rig)
+    to_decoding(rig, 1, out=200, tpot_s=0.1)
+    to_decoding(rig, 2, out=200, tpot_s=0.1)
+    assert rig.arrive(3, out=10, tpot_s=0.1) == []
+    assert rig.arrive(4, out=10) == []
+    submitted = [c.request_id for c in rig.step("d0", tokens(1, finish="stop")) if isinstance(c, Submit)]
+    assert submitted[0] == 3
+
+
+def test_a_short_wait_for_a_place_that_the_target_allows_does_not_keep_a_prompt_back() -> None:
+    rig = Rig(prefill(), decode(max_batch=2))
+    measured(rig)
+    to_decoding(rig, 1, out=200, tpot_s=0.1)
+    to_decoding(rig, 2, out=6, tpot_s=0.1)
+    assert only(rig.arrive(3, out=200, tpot_s=0.1), Submit).request_id == 3
+
+
+def test_before_steps_are_known_no_more_is_begun_than_a_batch_takes() -> None:
+    rig = Rig(prefill(max_batch=64), decode(max_batch=2))
+    begun = [rig.arrive(request_id, prompt=10, tpot_s=0.1) != [] for request_id in (1, 2, 3)]
+    assert begun == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("writing", "waiting", "places", "found"),
+    [
+        ([5.0], [], 2, [5.0]),
+        ([5.0, 1.0], [], 2, [1.0, 5.0]),
+        ([5.0, 1.0], [2.0, 1.0], 2, [4.0, 5.0]),
+        ([1.0, 2.0, 3.0], [], 2, [2.0, 3.0]),
+        ([1.0, 2.0, 3.0], [4.0], 2, [3.0, 6.0]),
+    ],
+)
+def test_places_come_free_when_answers_end_and_who_waits_takes_them_first(
+    writing: list[float], waiting: list[float], places: int, found: list[float]
+) -> None:
+    rig = Rig(decode())
+    instance = rig.core._books.cluster.instances["d0"]
+    for number, left in enumerate([*writing, *waiting]):
+        hold = Hold(instance="d0", request_id=number, attempt=1, side="decode", blocks=1, left_tokens=left)
+        hold.writes = number < len(writing)
+        instance.holds[hold.key] = hold
+    assert places_s(instance, 1.0, places) == found
 
 
 def test_a_target_that_even_an_idle_batch_misses_holds_nobody_up() -> None:

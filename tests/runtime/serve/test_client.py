@@ -5,7 +5,8 @@ import socket
 import pytest
 from tritonclient.utils import InferenceServerException
 
-from trtpd.errors import NoInstanceError, RequestError, SaturatedError, ServeError
+from trtpd.errors import InputError, NoInstanceError, RequestError, SaturatedError, ServeError
+from trtpd.runtime.serve.address import server_address
 from trtpd.runtime.serve.client import _translated, generate, status
 
 
@@ -48,5 +49,40 @@ def test_a_refused_request_is_the_requests_fault():
 def test_values_that_do_not_fit_their_type_are_bad_input(closed_url):
     with pytest.raises(RequestError, match="max_tokens is 99999999999"):
         next(iter(generate(closed_url, prompt="x", max_tokens=99999999999)))
+    for temperature in (float("nan"), float("inf"), 1e300):
+        with pytest.raises(RequestError, match=r"temperature is .*finite"):
+            next(iter(generate(closed_url, prompt="x", temperature=temperature)))
     with pytest.raises(RequestError, match="text_input"):
         next(iter(generate(closed_url, prompt="\ud800")))
+
+
+SLIPS = [
+    "",
+    "nonsense",
+    "127.0.0.1",
+    "http://127.0.0.1:8001",
+    "127.0.0.1:99999",
+    "127.0.0.1:0",
+    ":8001",
+    "a b:1",
+    "x:1\n",
+]
+
+
+@pytest.mark.parametrize("url", SLIPS)
+def test_what_is_no_address_is_bad_input_and_never_dialled(url, capfd):
+    with pytest.raises(InputError, match=r"HOST:PORT|a port is"):
+        status(url)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8001", "localhost:1", "[::1]:8001", "gpu-1.example.org:65535", "a_b:7"])
+def test_an_address_is_taken_as_it_is(url):
+    assert server_address(url) == url
+
+
+def test_why_a_server_was_not_reached_is_said_in_plain_words(closed_url):
+    with pytest.raises(ServeError, match="nothing listens there"):
+        status(closed_url)
+    with pytest.raises(ServeError, match="no host has that name"):
+        status("no-such-host.invalid:8001")

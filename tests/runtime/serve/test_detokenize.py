@@ -69,6 +69,10 @@ def test_no_piece_holds_half_a_character(layer, text):
     assert all("\ufffd" not in piece for piece in streamed(layer.stream(()), ids))
 
 
+def test_ids_beyond_the_vocabulary_give_no_text(layer):
+    assert "".join(streamed(layer.stream(()), [layer.vocab_size, layer.vocab_size + 7])) == ""
+
+
 def test_special_tokens_are_not_printed(layer):
     ids = [*layer.encode("fox"), *layer.encode("<|im_end|>")]
     assert "".join(streamed(layer.stream(()), ids)) == "fox"

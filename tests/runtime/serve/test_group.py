@@ -231,5 +231,5 @@ def test_without_mpi_a_group_is_refused_with_the_mend_and_a_single_worker_is_not
     command = WorkerCommand(
         build=host.build, instance="decode_0", router="ipc:///nowhere", run_dir=host.folder, ranks=RANKS
     )
-    with pytest.raises(EngineError, match=r"no MPI today.*pip install 'trtpd\[mpi\]'"):
+    with pytest.raises(EngineError, match=r"no MPI today.*pip install '\.\[mpi\]'"):
         WorkerProcess(command, environment).start(WAIT_S)

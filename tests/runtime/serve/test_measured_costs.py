@@ -15,7 +15,7 @@ from trtpd.build.manifest import read_manifest
 from trtpd.commands import _profile_line
 from trtpd.perf.scenario import SimRequest
 from trtpd.perf.simulate import Simulation
-from trtpd.perf.simulated_worker import WorkerSpec
+from trtpd.perf.worker_spec import WorkerSpec
 from trtpd.runtime.core.events import Arrived
 from trtpd.runtime.core.router import RouterCore
 from trtpd.runtime.serve.measured_costs import MeasuredCosts, step_times

@@ -4,7 +4,7 @@ from collections import defaultdict
 
 import pytest
 
-from trtpd.perf.simulated_worker import WorkerSpec
+from trtpd.perf.worker_spec import WorkerSpec
 from trtpd.runtime.core.events import Arrived
 from trtpd.runtime.core.lifecycle import AttemptRecord, Instant, Timeline
 from trtpd.runtime.core.router import RouterCore

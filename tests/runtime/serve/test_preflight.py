@@ -4,13 +4,22 @@ import os
 import socket
 
 import pytest
+from msgspec import structs
 
 from trtpd.build.manifest import Manifest, RoleEntry
 from trtpd.errors import InputError, ServeError
 from trtpd.kv_transfer.layout import KVLayout
 from trtpd.runtime.serve import preflight
-from trtpd.runtime.serve.launcher import models_of
-from trtpd.runtime.serve.preflight import Ports, check_ports, check_repository, check_shared_memory
+from trtpd.runtime.serve.launcher import ServeOptions, check_reachable, check_router, models_of
+from trtpd.runtime.serve.preflight import (
+    Ports,
+    check_ports,
+    check_repository,
+    check_settings,
+    check_shared_memory,
+)
+from trtpd.runtime.worker.roles import home_role
+from trtpd.runtime.worker.sockets import make_keys
 
 HOST = "127.0.0.1"
 
@@ -34,10 +43,11 @@ def test_equal_ports_are_bad_input():
 
 @pytest.mark.parametrize("host", ["203.0.113.1", "foo.invalid", "a..b"])
 def test_a_host_that_is_not_ours_is_refused_and_no_port_blamed(host):
-    with pytest.raises(ServeError, match=r"--host .* can't listen there") as refusal:
+    with pytest.raises(InputError, match=r"--host .* can't listen there") as refusal:
         check_ports(host, Ports(http=8000, grpc=8001, metrics=8002))
     assert host in str(refusal.value)
     assert "port" not in str(refusal.value)
+    assert "while attempting" not in str(refusal.value)
 
 
 def manifest():
@@ -74,3 +84,39 @@ def test_a_build_without_a_models_folder_is_refused_with_the_mend(tmp_path):
     check_repository(tmp_path, ["prefill_0", "pd"])
     with pytest.raises(InputError, match=r"no model decode_0; .*trtpd build .* --force"):
         check_repository(tmp_path, ["prefill_0", "decode_0", "pd"])
+
+
+@pytest.mark.parametrize(
+    "router", ["banana", "tcp://:5577", "tcp://127.0.0.1:99999", "udp://x:1", "tcp://10.0.0.1:5577"]
+)
+def test_a_router_that_can_not_be_is_bad_input_before_anything_starts(router, tmp_path):
+    with pytest.raises(InputError, match="--router: address"):
+        check_router(ServeOptions(build=tmp_path, router=router), ["prefill_0"])
+
+
+def test_keys_that_are_not_there_or_of_another_host_are_bad_input(tmp_path):
+    with pytest.raises(InputError, match=r"--keys .*trtpd keys"):
+        check_router(ServeOptions(build=tmp_path, keys=tmp_path / "none"), ["prefill_0"])
+    make_keys(tmp_path / "keys")
+    options = ServeOptions(build=tmp_path, router="tcp://10.0.0.1:5577", keys=tmp_path / "keys")
+    check_router(options, ["prefill_0", "pd"])
+    (tmp_path / "keys" / "router.key_secret").unlink()
+    check_router(options, ["prefill_0"])
+    with pytest.raises(InputError, match=r"has no router\.key_secret"):
+        check_router(options, ["pd"])
+
+
+def test_settings_edited_by_hand_stop_a_server_before_it_starts(tmp_path):
+    edited = structs.replace(manifest(), settings={"model": "m", "pools": {"mixed": {}, "elastic": 3}})
+    with pytest.raises(InputError, match=r"manifest\.json: its settings: pools\.elastic: is 3.*build it again"):
+        check_settings(tmp_path, edited)
+
+
+@pytest.mark.parametrize("only", [("pd",), ("prefill_0", "pd"), ("decode_1", "pd")])
+def test_a_router_that_no_instance_could_join_is_bad_input(only, tmp_path):
+    here = {name: home_role(manifest(), name) for name in only if name != "pd"}
+    with pytest.raises(InputError, match=r"--only .*--router ADDR"):
+        check_reachable(ServeOptions(build=tmp_path, only=only), only, here)
+    check_reachable(ServeOptions(build=tmp_path, only=only, router="tcp://127.0.0.1:5577"), only, here)
+    both = {"prefill_0": home_role(manifest(), "prefill_0"), "decode_0": home_role(manifest(), "decode_0")}
+    check_reachable(ServeOptions(build=tmp_path), [*both, "pd"], both)

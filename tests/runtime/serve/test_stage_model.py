@@ -146,6 +146,12 @@ def test_a_client_that_leaves_stops_its_decode_and_gets_an_empty_end(model, work
         ({"kv_tokens": 10, "max_tokens": 1, "input_ids": [1, 2]}, "input_ids are both given"),
         ({}, "send input_ids or text_input"),
         ({"input_ids": np.zeros(600, np.int32)}, "the prompt has 600 tokens"),
+        ({"text_input": np.array([], np.object_)}, "the prompt has 0 tokens"),
+        ({"text_input": np.array([b"a", b"b"], np.object_)}, "text_input holds 2 values"),
+        ({"text_input": np.array([b"\xff"], np.object_)}, "text_input is not valid UTF-8"),
+        ({"input_ids": np.array([], np.int32)}, "the prompt has 0 tokens"),
+        ({"kv_tokens": np.array([], np.int32), "max_tokens": 1}, "kv_tokens is missing"),
+        ({"kv_tokens": 10, "max_tokens": np.array([1, 2])}, "max_tokens holds 2 values"),
     ],
 )
 def test_what_can_not_be_measured_is_refused_by_name(model, tensors, named):

@@ -114,7 +114,7 @@ def fake_python(folder: Path, prints: str, code: int = 0) -> str:
     ],
 )
 def test_an_mpi_that_can_not_be_used_is_named_with_the_mend(tmp_path, prints, code, message):
-    with pytest.raises(EngineError, match=rf"{message}.*pip install 'trtpd\[mpi\]'"):
+    with pytest.raises(EngineError, match=rf"{message}.*pip install '\.\[mpi\]'"):
         find_mpi(fake_python(tmp_path, prints, code), os.environ)
 
 

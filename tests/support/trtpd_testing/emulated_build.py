@@ -97,7 +97,12 @@ def write_build(
         model="toy",
         pair_fingerprint="toy",
         roles=entries,
-        settings={"transfer": {"lease_s": lease_s, "digests": True, "one_piece_tokens": 8, "path": path}},
+        settings={
+            "model": "toy",
+            "engine": "emulated",
+            "pools": {role: {} for role in roles},
+            "transfer": {"lease_s": lease_s, "digests": True, "one_piece_tokens": 8, "path": path},
+        },
     )
     write_json(folder / "manifest.json", manifest)
     return folder

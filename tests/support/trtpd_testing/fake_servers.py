@@ -21,6 +21,10 @@ Script = Callable[[int, float], Sequence[float]]
 """(request's number in order of arrival, its instant of arrival) -> seconds from there to each of its tokens."""
 
 
+TokenAt = Callable[[int, int], int]
+"""(request's number in order of arrival, index of the token) -> its id."""
+
+
 def fixed(first_s: float, gap_s: float, tokens: int) -> Script:
     return lambda number, now_s: [first_s + gap_s * index for index in range(tokens)]
 
@@ -81,10 +85,11 @@ class ScriptedTransport:
 
 @dataclass
 class FakeServer:
-    """A server in a thread of its own. `sent_s` are the instants (monotonic) at which it wrote each request's
-    tokens; `bodies` what it was asked."""
+    """A server in a thread of its own. `came_s` is the instant (monotonic) at which it got each request, `sent_s` those
+    at which it wrote the request's tokens; `bodies` what it was asked."""
 
     address: str = ""
+    came_s: dict[int, float] = field(default_factory=dict)
     sent_s: dict[int, list[float]] = field(default_factory=dict)
     bodies: list[Any] = field(default_factory=list)
     cancelled: int = 0
@@ -116,8 +121,9 @@ def _in_thread(start: Start) -> Iterator[FakeServer]:
 
 
 class _Triton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
-    def __init__(self, server: FakeServer, script: Script, errors: dict[int, str]) -> None:
+    def __init__(self, server: FakeServer, script: Script, errors: dict[int, str], token_at: TokenAt) -> None:
         self._server, self._script, self._errors, self._count = server, script, errors, 0
+        self._token_at = token_at
 
     async def ModelReady(self, request: Any, context: Any) -> Any:
         return service_pb2.ModelReadyResponse(ready=request.name != "absent")
@@ -132,23 +138,25 @@ class _Triton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[mi
                 yield service_pb2.ModelStreamInferResponse(error_message=self._errors[number])
                 continue
             began_s, instants = loop.time(), self._script(number, loop.time())
+            self._server.came_s[number] = began_s
             try:
                 for index, at_s in enumerate(instants):
                     await asyncio.sleep(max(0.0, began_s + at_s - loop.time()))
                     sent.append(loop.time())
                     last = index == len(instants) - 1
                     stage = request.model_name != "pd"
+                    token = self._token_at(number, index)
                     yield (
-                        _stage_response(index, last=last)
+                        _stage_response(token, last=last)
                         if stage
-                        else _response(index, last=last, tokens=len(instants))
+                        else _response(token, last=last, tokens=len(instants))
                     )
             except asyncio.CancelledError:
                 self._server.cancelled += 1
                 raise
 
 
-def _response(index: int, *, last: bool, tokens: int) -> Any:
+def _response(token: int, *, last: bool, tokens: int) -> Any:
     response = service_pb2.ModelStreamInferResponse()
     infer = response.infer_response
 
@@ -160,7 +168,7 @@ def _response(index: int, *, last: bool, tokens: int) -> Any:
         return len(value.encode()).to_bytes(4, "little") + value.encode()
 
     add("text_output", "BYTES", text(" word"))
-    add("output_ids", "INT32", np.array([index], np.int32).tobytes())
+    add("output_ids", "INT32", np.array([token], np.int32).tobytes())
     if last:
         timeline = {
             "finish": "length", "prompt_tokens": 7, "output_tokens": tokens, "queue_ms": 1.0, "prefill_ms": 2.0,
@@ -174,9 +182,9 @@ def _response(index: int, *, last: bool, tokens: int) -> Any:
     return response
 
 
-def _stage_response(index: int, *, last: bool) -> Any:
+def _stage_response(token: int, *, last: bool) -> Any:
     """As a stage model answers: no text, and a timeline of another shape."""
-    response = _response(index, last=False, tokens=0)
+    response = _response(token, last=False, tokens=0)
     del response.infer_response.outputs[0], response.infer_response.raw_output_contents[0]
     if last:
         response.infer_response.outputs.add(name="timeline", datatype="BYTES", shape=[1])
@@ -185,12 +193,16 @@ def _stage_response(index: int, *, last: bool) -> Any:
 
 
 @contextmanager
-def fake_triton(script: Script, *, errors: dict[int, str] | None = None) -> Iterator[FakeServer]:
+def fake_triton(
+    script: Script, *, errors: dict[int, str] | None = None, token_at: TokenAt = lambda number, index: index
+) -> Iterator[FakeServer]:
     """A real gRPC server that speaks KServe's streaming inference."""
 
     async def start(server: FakeServer) -> Any:
         service = grpc.aio.server()
-        service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(_Triton(server, script, errors or {}), service)
+        service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(
+            _Triton(server, script, errors or {}, token_at), service
+        )
         server.address = f"127.0.0.1:{service.add_insecure_port('127.0.0.1:0')}"
         await service.start()
         return lambda: service.stop(None)
@@ -219,6 +231,7 @@ def fake_openai(script: Script, *, statuses: dict[int, int] | None = None, cut: 
             stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
             await stream.prepare(request)
             began_s, instants = loop.time(), script(number, loop.time())
+            server.came_s[number] = began_s
             for at_s in instants:
                 await asyncio.sleep(max(0.0, began_s + at_s - loop.time()))
                 server.sent_s.setdefault(number, []).append(loop.time())

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any
 
 from trtpd.perf.outcome import Outcome
-from trtpd.perf.simulated_worker import Running, SimulatedWorker, Truth, WorkerSpec, true_token
+from trtpd.perf.simulated_worker import Running, SimulatedWorker
+from trtpd.perf.worker_spec import Truth, WorkerSpec, true_token
 from trtpd.runtime.core.events import (
     Arrived,
     Cancel,
@@ -27,6 +28,7 @@ from trtpd.runtime.core.events import (
 )
 from trtpd.runtime.core.policy import Policy
 from trtpd.runtime.core.router import RouterCore
+from trtpd_testing.order import check_order
 
 
 class Peer:
@@ -42,12 +44,13 @@ class Peer:
 
 
 class Fleet:
-    """Moves nothing by itself. Checks every invariant of the router after each event, and every token."""
+    """Moves nothing by itself. Checks every invariant of the router after each event, who was served before whom, and
+    every token. `reached` counts events, answers and commands by their kind."""
 
     def __init__(self, specs: Sequence[WorkerSpec], *, policy: Policy | None = None, seed: int = 0) -> None:
         self.core = RouterCore(policy, seed=seed)
         self.now_s = 0.0
-        self.events = 0
+        self.reached: Counter[str] = Counter()
         self.peers = {spec.name: Peer(spec) for spec in specs}
         self.truths: dict[int, Truth] = {}
         self.outcomes: dict[int, Outcome] = {}
@@ -59,9 +62,12 @@ class Fleet:
             self.start(name)
 
     def tell(self, event: Event) -> None:
-        self.events += 1
         commands = self.core.handle(self.now_s, event)
         self.core.check_integrity()
+        check_order(self.core._books, commands)
+        self.reached["events"] += 1
+        answers = event.events if isinstance(event, Step) else ()
+        self.reached.update(type(one).__name__ for one in (event, *answers, *commands))
         for command in commands:
             if isinstance(command, Submit | Pull | Withdraw | Cancel):
                 peer = self.peers[command.instance]
@@ -229,6 +235,14 @@ class Fleet:
                 return
             self.pass_time(0.5)
         raise AssertionError(f"not empty after {rounds} rounds: {self.core.snapshot()}")
+
+    def tallies(self) -> Counter[str]:
+        """What was reached, with what the router itself counted."""
+        tally, found = self.core._books.tally, Counter(self.reached)
+        named = ("finished", "failed", "refused", "retries", "placed", "shed", "moves", "rungs")
+        for kind, counts in (("", tally.counts), *((f"{name}:", getattr(tally, name)) for name in named)):
+            found.update({f"{kind}{name}": count for name, count in counts.items()})
+        return found
 
     def _draining(self, name: str) -> bool:
         views = self.core.snapshot()["instances"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from trtpd.perf.simulated_worker import WorkerSpec
+from trtpd.perf.worker_spec import WorkerSpec
 from trtpd.runtime.core.events import (
     Arrived,
     ChunkReady,
