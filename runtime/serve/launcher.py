@@ -176,12 +176,9 @@ class Launcher:
         self._home_roles = {name: roles.home_role(manifest, name) for name in self._models if name != ROUTER_MODEL}
         check_reachable(self._options, self._models, self._home_roles)
         check_repository(build, self._models)
-        if ROUTER_MODEL in self._models:
-            for remark in find_profile(build, manifest).remarks:
-                self._say(remark)
+        remarks = list(find_profile(build, manifest).remarks) if ROUTER_MODEL in self._models else []
         package = find_server()
-        if package.remark:
-            self._say(package.remark)
+        remarks += [package.remark] if package.remark else []
         self._ports = check_ports(self._options.host, self._ports)
         self._control = TritonControl(_dialled(self._options.host), self._ports.http, key=self._control_key)
         rundir.sweep_leftovers()
@@ -189,7 +186,7 @@ class Launcher:
         check_shared_memory(build, manifest, self._models)
         bindings = bind_groups(build, manifest, self._models, find_gpus()) if on_gpus(manifest) else Bindings()
         self._gpus = bindings.by_instance
-        for remark in bindings.remarks:
+        for remark in (*remarks, *bindings.remarks):
             self._say(remark)
         self._say(f"starting tritonserver and {len(self._models)} model{'s' if len(self._models) > 1 else ''}")
         try:
