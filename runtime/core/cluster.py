@@ -150,7 +150,8 @@ class Cluster:
 
     def observe(self, instance: Instance, work: StepWork, step_s: float) -> None:
         """A step of it took so long: what is predicted of it follows, slowly and within bounds, and what placement
-        sees of it; of all its like, if it changes what is known of them."""
+        sees of it. If it changes what is known of its like, so does what placement sees of the idle ones: they report
+        nothing that would bring it up to date."""
         hello, role = instance.hello, instance.hello.role
         seen, renewed = self.costs.observe(hello, role, work, instance.context_tokens, step_s, factor=instance.factor)
         if seen != instance.factor:
@@ -158,9 +159,9 @@ class Cluster:
             instance.factor = min(max(factor, FACTOR_LEAST), FACTOR_MOST)
             self.refresh(instance)
         if renewed:
-            for other in self.of_model(hello.model):
-                if other.hello.role == role and other.hello.fingerprint == hello.fingerprint:
-                    self.refresh(other)
+            for table in self.tables(hello.model):
+                for row in table.idle() if table.role == role else ():
+                    self.refresh(table.instances[row])
 
     def drain(self, instance: Instance) -> None:
         self.note_usable(instance.hello.model)

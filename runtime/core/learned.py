@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-SAMPLES = 64
+SAMPLES = 256
 """Steps that count; older ones are forgotten by and by."""
 
-STIFFNESS = 0.05
+STIFFNESS = 0.25
 """How much the two parts hold to each other, in samples: where all steps seen are about alike they say nothing about
 the shape, and both parts are scaled alike."""
 
@@ -19,12 +19,12 @@ class Learned:
     Errors count relative to the step's length. `samples` is how many steps were noted, at most SAMPLES.
     """
 
-    __slots__ = ("_f", "_ff", "_fr", "_r", "_rr", "parts", "samples")
+    __slots__ = ("_f", "_ff", "_fr", "_r", "_rr", "_scale", "parts", "samples")
 
     def __init__(self) -> None:
         self.parts = (1.0, 1.0)
         self.samples = 0
-        self._ff = self._fr = self._rr = self._f = self._r = 0.0
+        self._ff = self._fr = self._rr = self._f = self._r = self._scale = 0.0
 
     def note(self, fixed: float, rest: float) -> bool:
         """Takes in a step of which the guess makes `fixed` and `rest` parts of its true length. Whether `parts` changed
@@ -44,14 +44,15 @@ class Learned:
 
     def _fit(self) -> tuple[float, float]:
         """The parts, none of them negative, that make the sum of squares least: (fixed a + rest b - 1) of each step,
-        and STIFFNESS of (a - b) relative to both."""
+        and STIFFNESS of (a - b) relative to the larger."""
         both = (self._f + self._r) / (self._ff + 2.0 * self._fr + self._rr)
-        stiff = STIFFNESS / (both * both)
+        stiff = STIFFNESS / max(both, self._scale) ** 2
         ff, fr, rr = self._ff + stiff, self._fr - stiff, self._rr + stiff
         det = ff * rr - fr * fr
         fixed, rest = (self._f * rr - self._r * fr) / det, (self._r * ff - self._f * fr) / det
         if fixed < 0.0:
-            return 0.0, self._r / rr
-        if rest < 0.0:
-            return self._f / ff, 0.0
+            fixed, rest = 0.0, self._r / rr
+        elif rest < 0.0:
+            fixed, rest = self._f / ff, 0.0
+        self._scale = max(fixed, rest)
         return fixed, rest

@@ -234,6 +234,11 @@ class Table:
         found: Floats = weights.dot(self.prefill_terms, self._prefill_scores)
         return found
 
+    def idle(self) -> list[int]:
+        """Rows of instances on which nothing decodes."""
+        found: list[int] = np.flatnonzero(self.sequences == 0.0).tolist()
+        return found
+
     def stale(self, instance: Instance, now_s: float) -> bool:
         """Whether what decides feasibility in its row is not what the instance says: for checks. Changes nothing."""
         return tuple(self._data[:4, instance.row].tolist()) != self._row(instance, now_s)[:4]

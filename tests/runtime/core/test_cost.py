@@ -132,7 +132,7 @@ def decoders(count: int) -> Cluster:
 
 def test_what_an_idle_instance_costs_is_learned_from_its_like() -> None:
     cluster = decoders(2)
-    steps_of(cluster, {"d0": 1.0}, [1, 4, 8, 12, 16, 10, 5, 2] * 8)
+    steps_of(cluster, {"d0": 1.0}, [1, 4, 8, 12, 16, 10, 5, 2] * 32)
     idle = cluster.instances["d1"]
     assert idle.table.one_s[idle.row] == pytest.approx(step_s(n_decode=1), rel=0.15)
     assert idle.table.each_s[idle.row] == pytest.approx(MODEL.decode_sequence_s, rel=0.15)
