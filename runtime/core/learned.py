@@ -10,7 +10,7 @@ STIFFNESS = 0.25
 the shape, and both parts are scaled alike."""
 
 NEWS = 0.1
-"""What is said changes once a part is off by more than this: whoever has built on it must then look again."""
+"""Once a part is further than this from what it was at the last news, whoever has built on that must look again."""
 
 
 class Learned:
@@ -19,16 +19,16 @@ class Learned:
     Errors count relative to the step's length. `samples` is how many steps were noted, at most SAMPLES.
     """
 
-    __slots__ = ("_f", "_ff", "_fr", "_r", "_rr", "_scale", "parts", "samples")
+    __slots__ = ("_f", "_ff", "_fr", "_r", "_rr", "_said", "_scale", "parts", "samples")
 
     def __init__(self) -> None:
-        self.parts = (1.0, 1.0)
+        self.parts = self._said = (1.0, 1.0)
         self.samples = 0
         self._ff = self._fr = self._rr = self._f = self._r = self._scale = 0.0
 
     def note(self, fixed: float, rest: float) -> bool:
-        """Takes in a step of which the guess makes `fixed` and `rest` parts of its true length. Whether `parts` changed
-        with it."""
+        """Takes in a step of which the guess makes `fixed` and `rest` parts of its true length. Whether that is
+        news."""
         self.samples = min(self.samples + 1, SAMPLES)
         keep = 1.0 - 1.0 / SAMPLES
         self._ff = self._ff * keep + fixed * fixed
@@ -36,10 +36,10 @@ class Learned:
         self._rr = self._rr * keep + rest * rest
         self._f = self._f * keep + fixed
         self._r = self._r * keep + rest
-        found = self._fit()
-        news = any(abs(new - old) > NEWS * old for new, old in zip(found, self.parts, strict=True))
+        self.parts = self._fit()
+        news = any(abs(new - old) > NEWS * old for new, old in zip(self.parts, self._said, strict=True))
         if news:
-            self.parts = found
+            self._said = self.parts
         return news
 
     def _fit(self) -> tuple[float, float]:
