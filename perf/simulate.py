@@ -53,7 +53,7 @@ COLLECT_EVERY = 100_000
 
 @contextmanager
 def collecting_seldom() -> Iterator[None]:
-    """What is there already is not searched, and the rest seldom: it is a fifth of the time otherwise."""
+    """What is there already is not searched for garbage, and the rest once in COLLECT_EVERY new objects."""
     former = gc.get_threshold()
     gc.freeze()
     gc.set_threshold(COLLECT_EVERY, *former[1:])

@@ -17,7 +17,7 @@ JITTER_S = 1e-9
 
 FACTOR_LEAST, FACTOR_MOST = 0.5, 16.0
 FACTOR_RATE = 0.15
-"""Share of the way an instance's factor goes to what one step says, of those looked at: one in"""
+"""Share of the way an instance's factor goes to what one step says, of those looked at: see Cluster.looks_at."""
 
 STEPS_PER_LOOK = 4
 
@@ -141,16 +141,27 @@ class Cluster:
                 self.refresh(instance)
         return freed > 0
 
+    @staticmethod
+    def looks_at(instance: Instance) -> bool:
+        """Whether the step that it is about to report is one to observe. Prompts are few and each is told from the
+        next; of decode steps one in STEPS_PER_LOOK is enough. Every second of those is one after which its row is
+        brought up to date anyway."""
+        return instance.hello.role == "prefill" or (instance.reports + 1) % STEPS_PER_LOOK == 0
+
     def observe(self, instance: Instance, work: StepWork, step_s: float) -> None:
-        """A step of it took so long: what is predicted of it follows, slowly and within bounds. One report in
-        STEPS_PER_LOOK is enough."""
+        """A step of it took so long: what is predicted of it follows, slowly and within bounds, and what placement
+        sees of it. If it changes what is known of its like, so does what placement sees of the idle ones: they report
+        nothing that would bring it up to date."""
         hello, role = instance.hello, instance.hello.role
-        if instance.reports % STEPS_PER_LOOK and self.costs.known(hello, role):
-            return
-        seen = self.costs.observe(hello, role, work, instance.context_tokens, step_s, factor=instance.factor)
+        seen, renewed = self.costs.observe(hello, role, work, instance.context_tokens, step_s, factor=instance.factor)
         if seen != instance.factor:
             factor = instance.factor * math.exp(FACTOR_RATE * math.log(seen / instance.factor))
             instance.factor = min(max(factor, FACTOR_LEAST), FACTOR_MOST)
+            self.refresh(instance)
+        if renewed:
+            for table in self.tables(hello.model):
+                for row in table.idle() if table.role == role else ():
+                    self.refresh(table.instances[row])
 
     def drain(self, instance: Instance) -> None:
         self.note_usable(instance.hello.model)

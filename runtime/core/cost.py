@@ -10,6 +10,7 @@ from typing import Protocol
 
 from trtpd.errors import InputError
 from trtpd.runtime.core.events import Hello, Role
+from trtpd.runtime.core.learned import Learned
 
 
 class StepTimeModel(Protocol):
@@ -109,22 +110,25 @@ class StepWork:
 UNMEASURED = LinearStepTime(
     fixed_s=0.02, prefill_token_s=0.0, prefill_pair_s=0.0, decode_sequence_s=5e-4, decode_kv_token_s=1e-7
 )
-"""The shape of a decode step where nobody has measured one: its size is learned from the first steps seen."""
+"""A decode step where nobody has measured one: how long its two parts are is learned from the steps seen."""
 
 REFERENCE_TOKENS = 1024
-SCALE_SAMPLES = 64
 KNOWN_AFTER = 8
 SAMPLE_BOUND = 4.0
 """One step may count as at most so many times slower or faster than predicted."""
+
+USUAL_SPREAD = 1.5
+"""A factor within so much of 1 is no reason to hear an instance less: what its like have in common, and what is wrong
+with the common model, shows there first. Of a factor beyond, the rest is taken for its own."""
 
 
 class Costs:
     """Step times of every role: from a profile where one is given, else from what instances say and show.
 
-    Three layers: a model per role (`models`, or UNMEASURED); for roles without one a scale per build, learned
-    from all its instances, so that an unmeasured engine is not taken for a slow machine; and a factor per
-    instance (kept there), which sees a machine that is slower than its like. With `fingerprint` the models are of
-    that build's engines: what instances of another cost is learned.
+    Two layers: a model per role (`models`; for roles without one Learned per build, from the decode steps of all its
+    instances, so that an unmeasured engine is not taken for a slow machine, nor an idle one for a dear one), and a
+    factor per instance (kept there), which sees a machine that is slower than its like. With `fingerprint` the models
+    are of that build's engines: what instances of another cost is learned.
     """
 
     def __init__(self, models: Mapping[Role, StepTimeModel] | None = None, *, fingerprint: str | None = None) -> None:
@@ -133,7 +137,7 @@ class Costs:
             role: self._prompt_s(model, REFERENCE_TOKENS) / REFERENCE_TOKENS for role, model in self._models.items()
         }
         self._fingerprint = fingerprint
-        self._scales: dict[tuple[str, str, Role], tuple[float, int]] = {}
+        self._learned: dict[tuple[str, str, Role], Learned] = {}
 
     def _model(self, hello: Hello, role: Role) -> StepTimeModel | None:
         return self._models.get(role) if self._fingerprint in (None, hello.fingerprint) else None
@@ -164,15 +168,20 @@ class Costs:
     def decode_s(self, hello: Hello, role: Role, mean_tokens: float) -> tuple[float, float]:
         """(a step of one sequence, what each further one adds) at that much KV a sequence."""
         model = self._model(hello, role)
-        scale = 1.0
         if model is None:
-            model, scale = UNMEASURED, self._scale(hello, role)[0]
+            return self._unmeasured_s(hello, role, 1.0, mean_tokens)
         if isinstance(model, LinearStepTime):
-            each_s = (model.decode_sequence_s + model.decode_kv_token_s * mean_tokens) * scale
-            return (model.fixed_s + model.decode_step_s) * scale + each_s, each_s
+            each_s = model.decode_sequence_s + model.decode_kv_token_s * mean_tokens
+            return model.fixed_s + model.decode_step_s + each_s, each_s
         one_s, most = self._decode_s(model, 1, mean_tokens), max(2, hello.max_batch)
         all_s = self._decode_s(model, most, mean_tokens)
-        return one_s * scale, (all_s - one_s) / (most - 1) * scale
+        return one_s, (all_s - one_s) / (most - 1)
+
+    def _unmeasured_s(self, hello: Hello, role: Role, sequences: float, mean_tokens: float) -> tuple[float, float]:
+        """(a step of so many sequences, what each further one adds), by what was learned."""
+        fixed, rest = self._of(hello, role).parts
+        each_s = (UNMEASURED.decode_sequence_s + UNMEASURED.decode_kv_token_s * mean_tokens) * rest
+        return UNMEASURED.fixed_s * fixed + each_s * sequences, each_s
 
     @staticmethod
     def _decode_s(model: StepTimeModel, sequences: int, mean_tokens: float) -> float:
@@ -186,30 +195,35 @@ class Costs:
 
     def known(self, hello: Hello, role: Role) -> bool:
         """Whether its decode steps are more than a guess."""
-        return self._model(hello, role) is not None or self._scale(hello, role)[1] >= KNOWN_AFTER
+        return self._model(hello, role) is not None or self._of(hello, role).samples >= KNOWN_AFTER
 
-    def _scale(self, hello: Hello, role: Role) -> tuple[float, int]:
-        return self._scales.get((hello.model, hello.fingerprint, role), (1.0, 0))
+    def _of(self, hello: Hello, role: Role) -> Learned:
+        key = (hello.model, hello.fingerprint, role)
+        found = self._learned.get(key)
+        if found is None:
+            found = self._learned[key] = Learned()
+        return found
 
     def observe(
         self, hello: Hello, role: Role, work: StepWork, decode_kv_tokens: int, step_s: float, *, factor: float
-    ) -> float:
-        """Takes in that a step took `step_s`; returns the instance's factor by this step alone, or `factor` if
-        the step says nothing."""
+    ) -> tuple[float, bool]:
+        """Takes in that a step took `step_s`. Returns the instance's factor by this step alone, or `factor` if the
+        step says nothing; and whether what its like cost has changed with it."""
         predicted_s = self._predict(hello, role, work, decode_kv_tokens)
         if predicted_s <= 0.0 or step_s <= 0.0:
-            return factor
-        ratio = step_s / predicted_s
+            return factor, False
+        renewed = False
         if self._model(hello, role) is None and work.n_decode and not work.n_prefill:
-            scale, samples = self._scale(hello, role)
-            samples = min(samples + 1, SCALE_SAMPLES)
-            bound = ratio if samples == 1 else min(max(ratio, 1.0 / SAMPLE_BOUND), SAMPLE_BOUND)
-            # A slower machine drags the scale of all along by its share of the samples only.
-            scale *= math.exp(math.log(bound / factor) / samples)
-            self._scales[(hello.model, hello.fingerprint, role)] = (scale, samples)
-            if samples < KNOWN_AFTER:
-                return factor
-        return min(max(ratio, factor / SAMPLE_BOUND), factor * SAMPLE_BOUND)
+            learned = self._of(hello, role)
+            usual_s = step_s / min(max(1.0, factor / USUAL_SPREAD), factor * USUAL_SPREAD)
+            if learned.samples:
+                usual_s = min(max(usual_s, predicted_s / SAMPLE_BOUND), predicted_s * SAMPLE_BOUND)
+            rest_s = UNMEASURED.decode_sequence_s * work.n_decode + UNMEASURED.decode_kv_token_s * decode_kv_tokens
+            renewed = learned.note(UNMEASURED.fixed_s / usual_s, rest_s / usual_s)
+            if learned.samples < KNOWN_AFTER:
+                return factor, renewed
+            predicted_s = self._predict(hello, role, work, decode_kv_tokens)
+        return min(max(step_s / predicted_s, factor / SAMPLE_BOUND), factor * SAMPLE_BOUND), renewed
 
     def _predict(self, hello: Hello, role: Role, work: StepWork, decode_kv_tokens: int) -> float:
         model = self._model(hello, role)
@@ -224,5 +238,4 @@ class Costs:
         prefill_s = work.prefill_tokens / hello.prefill_tokens_per_s
         if not work.n_decode:
             return prefill_s
-        decode_s = self._decode_s(UNMEASURED, work.n_decode, decode_kv_tokens / work.n_decode)
-        return prefill_s + decode_s * self._scale(hello, role)[0]
+        return prefill_s + self._unmeasured_s(hello, role, work.n_decode, decode_kv_tokens / work.n_decode)[0]

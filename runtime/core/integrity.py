@@ -9,9 +9,6 @@ from trtpd.runtime.core.instance import Hold, Instance
 from trtpd.runtime.core.lifecycle import State
 from trtpd.runtime.core.requests import Request
 
-ROUNDING_S = 1e-6
-"""An instant is a sum, and a duration the difference of two: they may disagree in the last digit."""
-
 
 def check(books: Books) -> None:
     """Raises InternalError for the first invariant that does not hold."""
@@ -83,10 +80,10 @@ def _check_request(books: Books, request: Request) -> None:
     _require(request.timeline.output_tokens == len(request.journal), f"{name}: its journal is not what went out")
     _require(len(request.failures) <= books.policy.retry_budget, f"{name} cost more retries than it may")
     _require(len(request.losses) <= books.policy.loss_budget, f"{name} cost more instances than it may")
-    waited_s = books.now_s - request.arrived_s
+    patient_until_s = request.arrived_s + books.policy.queue_s
     _require(
-        request.attempts > 0 or waited_s < books.policy.queue_s + ROUNDING_S,
-        f"{name} has waited {waited_s} s for a place",
+        request.attempts > 0 or patient_until_s > books.now_s,
+        f"{name} has waited {books.now_s - request.arrived_s} s for a place",
     )
     attempt = request.attempt
     if attempt is None:

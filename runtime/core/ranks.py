@@ -140,11 +140,21 @@ class Table:
 
     def refresh(self, instance: Instance, now_s: float) -> bool:
         """Brings its row up to date. True if it can be given prompts that it could not be given before."""
-        row, hello, limits = instance.row, instance.hello, self._limits
-        is_open = instance.usable(now_s)
-        if is_open != (self.capacity.item(row) >= 0.0):
-            self.open += 1 if is_open else -1
+        row, found = instance.row, self._row(instance, now_s)
+        if (found[0] >= 0.0) != (self.capacity.item(row) >= 0.0):
+            self.open += 1 if found[0] >= 0.0 else -1
             self._longest = None
+        if found[4] != self.rate.item(row):
+            self._rates = None
+        was_full = self.prefill_fits.item(row) < 0.0
+        self._rebound(row, found[2], found[3], found[9])
+        self._data[:, row] = found
+        return was_full and found[2] >= 0.0
+
+    def _row(self, instance: Instance, now_s: float) -> tuple[float, ...]:
+        """Its row as it should be, column by column."""
+        hello, limits = instance.hello, self._limits
+        is_open = instance.usable(now_s)
         token_s = self._costs.token_s(hello, self.role) * instance.factor
         wait_s = instance.queued_tokens * token_s
         kv_tokens = hello.kv_blocks * hello.tokens_per_block
@@ -165,23 +175,19 @@ class Table:
         step_s = one_s + each_s * met
         kv, kv_token = (instance.context_tokens + instance.left_tokens) / kv_tokens, 1.0 / kv_tokens
         crowd = limits.batch_s * (placed + 1) / hello.max_batch
-        rate, former_rate = 1.0 / token_s if is_open else 0.0, self.rate.item(row)
         prefill_fits = fits if wait_s <= limits.ahead_s or instance.prefilling < ahead else -1.0
         whole_fits = fits if placed < limits.placed_per_batch * hello.max_batch else -1.0
-        joined_s = CAUTION * full_s if sequences else 0.0
-        was_full = self.prefill_fits.item(row) < 0.0
-        self._rebound(row, prefill_fits, whole_fits, joined_s)
-        self._data[:, row] = (
+        return (
             instance.capacity_tokens if is_open else -1.0,
             fits,
             prefill_fits,
             whole_fits,
-            rate,
+            1.0 / token_s if is_open else 0.0,
             sequences,
             instance.left_tokens,
             one_s,
             each_s,
-            joined_s,
+            CAUTION * full_s if sequences else 0.0,
             free_at_s,
             limits.tpot_s * step_s * step_s,
             limits.kv_s * kv * kv + crowd + instance.jitter,
@@ -191,9 +197,6 @@ class Table:
             wait_s + instance.jitter,
             token_s,
         )
-        if rate != former_rate:
-            self._rates = None
-        return was_full and prefill_fits >= 0.0
 
     def _rebound(self, row: int, prefill_fits: float, whole_fits: float, joined_s: float) -> None:
         """Keeps `bounds` for a row that is about to change, or gives them up if it may be the one that sets them."""
@@ -231,11 +234,14 @@ class Table:
         found: Floats = weights.dot(self.prefill_terms, self._prefill_scores)
         return found
 
+    def idle(self) -> list[int]:
+        """Rows of instances on which nothing decodes."""
+        found: list[int] = np.flatnonzero(self.sequences == 0.0).tolist()
+        return found
+
     def stale(self, instance: Instance, now_s: float) -> bool:
-        """Whether what decides feasibility in its row is not what the instance says: for checks."""
-        kept = self._data[:4, instance.row].tolist()
-        self.refresh(instance, now_s)
-        return bool(kept != self._data[:4, instance.row].tolist())
+        """Whether what decides feasibility in its row is not what the instance says: for checks. Changes nothing."""
+        return tuple(self._data[:4, instance.row].tolist()) != self._row(instance, now_s)[:4]
 
     def can_hold(self, tokens: int) -> bool:
         """Whether one that serves now could hold so many if it were empty."""

@@ -12,7 +12,6 @@ from typing import Any
 from trtpd.errors import InternalError
 from trtpd.runtime.core import admit, integrity, place, status
 from trtpd.runtime.core.books import Books
-from trtpd.runtime.core.cluster import STEPS_PER_LOOK
 from trtpd.runtime.core.cost import Costs, StepTimeModel, StepWork
 from trtpd.runtime.core.delivery import Delivery
 from trtpd.runtime.core.dispatch import Dispatch
@@ -184,7 +183,7 @@ class RouterCore:
             for answer in event.events:
                 if type(answer) is not Tokens or not self._writes_on(instance, answer):
                     self._answer(instance, answer)
-            if event.load.step_tokens and not instance.reports % STEPS_PER_LOOK:
+            if event.load.step_tokens and books.cluster.looks_at(instance):
                 self._observe(instance, books.step_work, event.load)
         if books.cluster.report(instance, event.load):
             books.room_changed = True

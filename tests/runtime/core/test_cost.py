@@ -14,6 +14,7 @@ from trtpd.perf.worker_spec import WorkerSpec
 from trtpd.runtime.core.cluster import Cluster
 from trtpd.runtime.core.cost import Costs, LinearStepTime, StepWork
 from trtpd.runtime.core.events import Hello
+from trtpd.runtime.core.instance import Hold
 
 MODEL = LinearStepTime(
     fixed_s=0.01, prefill_token_s=1e-4, prefill_pair_s=1e-8, decode_sequence_s=1e-3, decode_kv_token_s=1e-6
@@ -110,3 +111,59 @@ def test_an_instance_that_is_slower_than_measured_is_seen_as_that() -> None:
         instance.reports += 1
         cluster.observe(instance, StepWork(n_decode=4), 3 * (0.01 + 0.004))
     assert instance.factor == pytest.approx(3.0, rel=0.05)
+
+
+def steps_of(cluster: Cluster, names: dict[str, float], batches: list[int]) -> None:
+    """Steps that take what MODEL says, and so many times that on each instance."""
+    for name, factor in names.items():
+        instance = cluster.instances[name]
+        for n in batches:
+            instance.context_tokens = 100 * n
+            cluster.observe(instance, StepWork(n_decode=n), factor * step_s(n_decode=n, decode_kv_tokens=100 * n))
+        instance.context_tokens = 0
+    cluster.settle()
+
+
+def decoders(count: int) -> Cluster:
+    cluster = Cluster(Costs())
+    for number in range(count):
+        cluster.register(WorkerSpec(name=f"d{number}", role="decode").hello("1"))
+    return cluster
+
+
+def test_what_an_idle_instance_costs_is_learned_from_its_like() -> None:
+    cluster = decoders(2)
+    steps_of(cluster, {"d0": 1.0}, [1, 4, 8, 12, 16, 10, 5, 2] * 32)
+    idle = cluster.instances["d1"]
+    assert idle.table.one_s[idle.row] == pytest.approx(step_s(n_decode=1), rel=0.15)
+    assert idle.table.each_s[idle.row] == pytest.approx(MODEL.decode_sequence_s, rel=0.15)
+
+
+def test_a_batch_that_grows_does_not_make_its_instance_look_slow() -> None:
+    cluster = decoders(1)
+    for n in range(1, 33):
+        steps_of(cluster, {"d0": 1.0}, [n] * 8)
+    assert cluster.instances["d0"].factor == pytest.approx(1.0, rel=0.2)
+
+
+def test_without_a_profile_a_slow_instance_is_told_from_its_like() -> None:
+    cluster = decoders(3)
+    for n in (3, 8, 5, 12, 7, 4) * 8:
+        steps_of(cluster, {"d0": 1.0, "d1": 3.0}, [n])
+    fast, slow, idle = (cluster.instances[f"d{number}"] for number in range(3))
+    assert slow.factor / fast.factor == pytest.approx(3.0, rel=0.1)
+    assert slow.table.one_s[slow.row] > 2.0 * idle.table.one_s[idle.row]
+
+
+def test_where_enough_prompt_waits_is_seen_anew_as_soon_as_steps_turn_out_slower() -> None:
+    cluster = Cluster(Costs())
+    instance = cluster.register(WorkerSpec(name="p", role="prefill", prefill_tokens_per_s=40.0).hello("1"))
+    hold = Hold(instance="p", request_id=1, attempt=1, side="prefill", blocks=1, pending_tokens=19)
+    cluster.reserve(instance, hold)
+    cluster.settle()
+    assert instance.table.prefill_fits[instance.row] > 0.0
+    work = StepWork()
+    work.chunk(0, 8)
+    cluster.observe(instance, work, 0.8)
+    cluster.settle()
+    assert instance.table.prefill_fits[instance.row] == -1.0
