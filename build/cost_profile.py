@@ -6,13 +6,13 @@ a key that isn't known is an error that names the nearest one.
 
 from __future__ import annotations
 
-import json
-import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from trtpd.build.decoding import plain_json
+from trtpd.build.files import ELSEWHERE, translated, write_whole
 from trtpd.build.manifest import RoleName
 from trtpd.build.spec_errors import describe
 from trtpd.errors import InputError
@@ -153,7 +153,7 @@ class CostProfile(_Part):
 def read_profile(path: Path) -> CostProfile:
     """Raises InputError for a file that is none, in one line: file, key, fault."""
     try:
-        data = json.loads(path.read_bytes())
+        data = plain_json(path.read_bytes())
     except OSError as error:
         raise InputError(f"{path}: can't be read ({error.strerror}); make it with `trtpd profile BUILD`") from error
     except ValueError as error:
@@ -171,10 +171,5 @@ def read_profile(path: Path) -> CostProfile:
 
 def write_profile(path: Path, profile: CostProfile) -> None:
     """Whole or not at all. Raises InputError if it can't be written there."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        part.write_text(profile.model_dump_json(indent=1) + "\n")
-        part.replace(path)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise InputError(f"{path}: can't be written ({error.strerror}); choose another place with -o") from error
+    with translated("writing the profile", InputError, ELSEWHERE):
+        write_whole(path, (profile.model_dump_json(indent=1) + "\n").encode())

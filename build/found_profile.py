@@ -49,10 +49,11 @@ def find_profile(build: Path, manifest: Manifest, *, cpu: str | None = None) -> 
     if named == NO_PROFILE:
         return FoundProfile(remarks=("scheduler.profile is none: the router learns step times while it serves",))
     path = build / PROFILE if named is None else Path(named)
-    again = f"measure again with `trtpd profile {shlex.quote(str(build))}`"
+    command = f"`trtpd profile {shlex.quote(str(build))}`"
+    again = f"measure again with {command}"
     if named is None and not path.is_file():
-        remark = f"no {PROFILE} in {build}: the router learns step times while it serves; {again}"
-        return FoundProfile(remarks=(remark.replace("measure again", "measure them"),), missing=True)
+        remark = f"no {PROFILE} in {build}: the router learns step times while it serves; measure them with {command}"
+        return FoundProfile(remarks=(remark,), missing=True)
     try:
         profile = read_profile(path)
         roles, faults = match(profile, manifest)

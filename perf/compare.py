@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import msgspec
@@ -147,7 +148,7 @@ class Comparer:
         """From one request at a time on all cores together: what a user alone on the machine would get."""
         if self._options.like is not None:
             return read(self._options.like / "slo.json", LengthSlo)
-        most = max(ask.prompt_tokens for ask in make(self._wanted(1.0, TUNING_SEED)).asks)
+        most = max(ask.prompt_tokens for ask in self._sample)
         enough = next((tokens for tokens in UNLOADED_LENGTHS[1:] if tokens >= most), UNLOADED_LENGTHS[-1])
         lengths = [t for t in UNLOADED_LENGTHS if t <= enough and t + UNLOADED_ANSWER <= self._longest]
         warm_up = [tokens for tokens in lengths if tokens <= UNLOADED_ANSWERED]
@@ -173,14 +174,14 @@ class Comparer:
     def _fix_patience(self) -> float:
         """PATIENCE times what the request of the latest end may take by its targets: one that takes longer is of no use
         to anyone, and an overloaded run needs an end."""
-        asks = make(self._wanted(1.0, TUNING_SEED)).asks
+        asks = self._sample
         tpot_s = self._slo.tpot_s or 0.0
         return PATIENCE * max(self._slo.ttft_for(ask.prompt_tokens) + ask.max_tokens * tpot_s for ask in asks)
 
     def _default_rates(self) -> tuple[float, ...]:
         """Shares of the rate at which prompts alone one after another, and decoding SHARED_DECODE at a time, would fill
         the machine."""
-        asks = make(self._wanted(1.0, TUNING_SEED)).asks
+        asks = self._sample
         tpot_s = (self._slo.tpot_s or 0.0) / FACTOR
         busy_s = np.mean([self._slo.unloaded_s(a.prompt_tokens) + a.max_tokens * tpot_s / SHARED_DECODE for a in asks])
         return tuple(round(share / float(busy_s), 3) for share in LOAD_SHARES)
@@ -299,7 +300,7 @@ class Comparer:
         self._folder.keep(kind, variant, file, run)
 
     def _show_interference(self, variant: Variant, target: Target) -> None:
-        asks = make(self._wanted(1.0, TUNING_SEED)).asks
+        asks = self._sample
         tokens = round(float(np.percentile([ask.prompt_tokens for ask in asks], LONG_PERCENTILE)))
         workload = interference_workload(
             longest=self._longest,
@@ -352,10 +353,15 @@ class Comparer:
         arrivals = wanted.arrivals or (None if wanted.name.startswith("trace:") else parse("poisson"))
         return replace(wanted, rate=rate, requests=requests, seed=seed, fit=fit, arrivals=arrivals)
 
+    @cached_property
+    def _sample(self) -> tuple[Ask, ...]:
+        """Requests like those that will be asked, of which only lengths and kinds matter."""
+        return make(self._wanted(1.0, TUNING_SEED)).asks
+
     @property
     def _has_short_ones(self) -> bool:
         """Whether there are several kinds of requests, of which long ones disturb short ones."""
-        return len({ask.kind for ask in make(self._wanted(1.0, TUNING_SEED)).asks}) > 1
+        return len({ask.kind for ask in self._sample}) > 1
 
     def _point_s(self, part: float = 1.0) -> float:
         """What a run may take: the last request of an overloaded one is waited for."""

@@ -45,7 +45,7 @@ class Folder:
     def run_file(self, kind: str, variant: Variant, rate: float, repeat: int) -> PointFile | None:
         """What is known of a run without its records; None if it was not made. `kind`: tuning or points."""
         path = self._json(kind, variant, rate, repeat)
-        return msgspec.json.decode(path.read_bytes(), type=PointFile) if path.is_file() else None
+        return read(path, PointFile) if path.is_file() else None
 
     def records(self, kind: str, variant: Variant, file: PointFile) -> tuple[Record, ...]:
         """Of a run that is there."""
@@ -70,7 +70,7 @@ class Folder:
     def points(self, variant: Variant) -> Iterator[PointFile]:
         """All measured runs of a variant, by name."""
         for path in sorted((self.path / "points").glob(f"{variant.folder}.*.json")):
-            yield msgspec.json.decode(path.read_bytes(), type=PointFile)
+            yield read(path, PointFile)
 
     def interference(self, variant: Variant) -> tuple[Record, ...] | None:
         path = self._interference(variant)

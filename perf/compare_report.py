@@ -239,12 +239,11 @@ def _mean_range(values: Sequence[float]) -> str:
 
 def _latency_table(comparison: Comparison) -> Table:
     kind = short_kind(comparison)
+    of_kind = f" of {kind}" if kind else ""
     headings = (
         "arm, requests/s", "TTFT p50, ms", "p99", "TPOT p50, ms", "p99", "ITL p50, ms", "p99", "2nd token p99, ms",
-        "completion",
+        "completion", f"TPOT p99/p50{of_kind}", f"ITL p99/p50{of_kind}",
     )  # fmt: skip
-    of_kind = f" of {kind}" if kind else ""
-    spreads = (f"TPOT p99/p50{of_kind}", f"ITL p99/p50{of_kind}")
     rows = []
     for arm in arms_of(comparison):
         for rate in comparison.rates:
@@ -253,7 +252,7 @@ def _latency_table(comparison: Comparison) -> Table:
                 records = short_records(comparison, arm, rate)
                 spreads = number(tpot_spread(records)), number(gap_spread(records))
                 rows.append((f"{arm}, {rate:g}", *_latency_cells(points), *spreads))
-    return Table(headings=(*headings, *spreads), rows=rows)
+    return Table(headings=headings, rows=rows)
 
 
 def _latency_cells(points: Sequence[Point]) -> list[str]:

@@ -87,28 +87,41 @@ class LlamaCpp:
         return answers
 
 
-def _server(setup: LlamaSetup) -> Any:
+def start(gguf: str, *, context_tokens: int, slots: int, threads: int, batch_tokens: int, **more: Any) -> Any:
+    """A running xllamacpp.Server with room for `context_tokens` in each of its slots; `more`: further
+    parameters. Raises EngineError if it is not installed or can't load the file."""
     try:
         import xllamacpp
     except ImportError as error:
-        raise EngineError(
-            f"llama.cpp can't be measured ({error}): pip install '.[bench]' in trtpd's source folder"
-        ) from error
+        mend = "pip install '.[bench]' in trtpd's source folder"
+        raise EngineError(f"llama.cpp is not here ({error}): {mend}") from error
     params = xllamacpp.CommonParams()
-    params.model.path = setup.gguf
-    params.n_ctx = setup.context_tokens * setup.slots
-    params.n_parallel = setup.slots
-    params.n_batch = max(2048, setup.context_tokens * setup.slots)
-    params.n_ubatch = 512
-    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = setup.threads
+    params.model.path = gguf
+    params.n_ctx = context_tokens * slots
+    params.n_parallel = slots
+    params.n_batch = batch_tokens
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
     params.warmup = True
-    params.cache_ram_mib = 0
-    params.slot_prompt_similarity = 0.0
     params.verbosity = 0
+    for name, value in more.items():
+        setattr(params, name, value)
     try:
         return xllamacpp.Server(params)
     except RuntimeError as error:
-        raise EngineError(f"llama.cpp can't load {setup.gguf} ({error})") from error
+        raise EngineError(f"llama.cpp can't load {gguf} ({error})") from error
+
+
+def _server(setup: LlamaSetup) -> Any:
+    return start(
+        setup.gguf,
+        context_tokens=setup.context_tokens,
+        slots=setup.slots,
+        threads=setup.threads,
+        batch_tokens=max(2048, setup.context_tokens * setup.slots),
+        n_ubatch=512,
+        cache_ram_mib=0,
+        slot_prompt_similarity=0.0,
+    )
 
 
 def main() -> int:

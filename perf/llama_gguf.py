@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from trtpd.build.checkpoint import Checkpoint
+from trtpd.build.decoding import plain_json
 from trtpd.build.families import FAMILIES
 from trtpd.build.gguf_names import gguf_name
 from trtpd.build.shapes import expected_shapes
@@ -83,7 +83,7 @@ def _add_tokenizer(writer: Any, checkpoint: Checkpoint) -> None:
     """From tokenizer.json: byte-level BPE, with or without digits one by one (gpt-2, smollm)."""
     path = checkpoint.path / "tokenizer.json"
     try:
-        found = json.loads(path.read_bytes())
+        found = plain_json(path.read_bytes())
         vocab, merges, added = found["model"]["vocab"], found["model"]["merges"], found["added_tokens"]
         steps = found["pre_tokenizer"].get("pretokenizers", [found["pre_tokenizer"]])
         kinds = [step["type"] for step in steps]

@@ -22,7 +22,8 @@ from typing import Any
 
 from trtpd.build.checkpoint import open_checkpoint
 from trtpd.build.files import cache_dir, digest_of, locked
-from trtpd.errors import EngineError, TrtpdError
+from trtpd.errors import TrtpdError
+from trtpd.perf.llama_cpp import start
 from trtpd.perf.llama_gguf import GGUF_TYPES, write_gguf
 
 
@@ -69,23 +70,14 @@ def _gguf(model: Path, kind: str) -> Path:
 
 
 def _server(gguf: Path, args: argparse.Namespace) -> Any:
-    try:
-        import xllamacpp
-    except ImportError as error:
-        raise EngineError(f"llama.cpp is not here ({error}): pip install 'trtpd[bench]'") from error
-    params = xllamacpp.CommonParams()
-    params.model.path = str(gguf)
-    params.port = args.port
-    params.n_ctx = args.context_tokens * args.slots
-    params.n_parallel = args.slots
-    params.n_batch = args.batch_tokens
-    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = args.threads
-    params.warmup = True
-    params.verbosity = 0
-    try:
-        return xllamacpp.Server(params)
-    except RuntimeError as error:
-        raise EngineError(f"llama.cpp can't serve {gguf} ({error})") from error
+    return start(
+        str(gguf),
+        context_tokens=args.context_tokens,
+        slots=args.slots,
+        threads=args.threads,
+        batch_tokens=args.batch_tokens,
+        port=args.port,
+    )
 
 
 if __name__ == "__main__":

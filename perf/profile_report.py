@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from trtpd.build.cost_profile import CostProfile, EngineCosts, Residuals, StepFit, TransferCosts
 from trtpd.perf.profile_points import cell_of
-from trtpd.perf.step_fit import predicted_s
+from trtpd.perf.step_fit import predicted_s, transfer_s
 
 MS, US = 1e3, 1e6
 
@@ -40,7 +40,7 @@ def _engine_rows(role: str, costs: EngineCosts) -> Iterator[Row]:
 
 def _transfer_rows(path: str, costs: TransferCosts) -> Iterator[Row]:
     for point in costs.points:
-        fitted = None if costs.fit is None else costs.fit.fixed_s + point.bytes / costs.fit.bytes_per_s
+        fitted = None if costs.fit is None else transfer_s(costs.fit, point.bytes)
         name = f"{point.tokens} tokens, {point.bytes / 1e6:.1f} MB"
         yield _row(path, name, point.seconds, fitted, point.spread, point.runs)
 

@@ -12,14 +12,14 @@ from typing import Protocol, cast
 import msgspec
 
 from trtpd.build.cost_profile import EngineCosts, StepPoint, TransferCosts, TransferPoint
-from trtpd.build.manifest import EngineConfig, Manifest, RoleName, check_loadable, read_engine_config
+from trtpd.build.manifest import EngineConfig, Manifest, RoleName, check_loadable, read_engine_config, settings_as
 from trtpd.kv_transfer.factory import TRANSPORTS
 from trtpd.kv_transfer.hands import copying_environment
 from trtpd.perf.measured import Cell, Measured, Side
 from trtpd.perf.profile import steps_of
 from trtpd.perf.profile_grid import Grid, transfer_cells
 from trtpd.perf.profile_points import cell_of, expected_s, step_point, transfer_point
-from trtpd.perf.step_fit import fit_steps, fit_transfer
+from trtpd.perf.step_fit import fit_steps, fit_transfer, transfer_s
 from trtpd.perf.transfer_side import TransferSetup
 from trtpd.runtime.worker.mpirun import Hosts, hosts_of
 
@@ -126,7 +126,7 @@ class TransferStage:
 
     def expected_s(self, cell: Cell) -> float:
         fit = fit_transfer(self.points)
-        return 0.0 if fit is None else fit.fixed_s + self._bytes(cell) / fit.bytes_per_s
+        return 0.0 if fit is None else transfer_s(fit, self._bytes(cell))
 
     def take(self, cell: Cell, runs: Sequence[Measured]) -> None:
         self.points.append(transfer_point(cell, runs, moved_bytes=self._bytes(cell)))
@@ -183,7 +183,7 @@ def transfer_stages(engines: Sequence[EngineStage], manifest: Manifest) -> list[
     if "prefill" not in ends or "decode" not in ends or ends["prefill"].config.engine == "tensorrt_llm":
         return []
     source, sink = ends["prefill"], ends["decode"]
-    section = msgspec.convert(manifest.settings, type=_Settings).transfer
+    section = settings_as(manifest.settings, _Settings).transfer
     pools = [stage.config.profile.kv_blocks * stage.config.layout.tokens_per_block for stage in (source, sink)]
     tokens = min(TRANSFER_TOKENS, source.config.max_seq_tokens, *pools)
     return [

@@ -9,7 +9,6 @@ import re
 import tempfile
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -218,4 +217,4 @@ def read_samples(table: Path) -> list[Sample]:
 def held(found: Mapping[str, Any]) -> dict[str, int]:
     """What is not 0 in a server that has nothing to do, by name; empty if all is as it should be."""
     columns = {column: value for column, value in said(found).items() if column[1] != "kv_blocks_cached"}
-    return dict(Counter({f"{who} {what}": int(value) for (who, what), value in columns.items() if value}))
+    return {f"{who} {what}": int(value) for (who, what), value in columns.items() if value}

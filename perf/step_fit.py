@@ -10,11 +10,9 @@ from collections.abc import Sequence
 from itertools import combinations
 
 import numpy as np
-import numpy.typing as npt
 
 from trtpd.build.cost_profile import Residuals, StepFit, StepPoint, TransferFit, TransferPoint
-
-Floats = npt.NDArray[np.float64]
+from trtpd.perf.resampling import Floats
 
 TERMS = (
     "fixed_s",
@@ -66,6 +64,11 @@ def fit_transfer(points: Sequence[TransferPoint]) -> TransferFit | None:
     if byte_s <= 0.0:
         return None
     return TransferFit(fixed_s=fixed_s, bytes_per_s=1.0 / byte_s, residuals=residuals(work @ terms, seconds))
+
+
+def transfer_s(fit: TransferFit, moved_bytes: int) -> float:
+    """What the fit says of so many bytes."""
+    return fit.fixed_s + moved_bytes / fit.bytes_per_s
 
 
 def predicted_s(fit: StepFit, point: StepPoint) -> float:

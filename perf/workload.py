@@ -99,9 +99,6 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     def turns(self) -> dict[int, list[int]]:
         """For each request that others follow: those."""
         found: dict[int, list[int]] = {}
-        check_seed(self.seed)
-        if self.concurrency is not None and self.concurrency < 1:
-            raise InputError(f"workload {self.name}: a closed loop of {self.concurrency} users; it must be at least 1")
         for number, ask in enumerate(self.asks):
             if ask.after is not None:
                 found.setdefault(ask.after, []).append(number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from heapq import heapify, heapreplace
 
 import numpy as np
@@ -37,14 +38,11 @@ def forecast(arrived: Arrived, model: str, books: Books) -> Forecast:
     """For a request that would be admitted now."""
     books.settle()
     tables = books.cluster.prefillers(model)
-    queued, rate, own_s = 0.0, 0.0, float("inf")
-    for table in tables:
-        waiting, table_rate = table.queue()
-        queued, rate = queued + waiting, rate + table_rate
-        stretch = table.stretch(arrived.prompt_tokens)
-        own_s = min(own_s, arrived.prompt_tokens * stretch / table.rates[1])
     if not tables:
         return Forecast(wait_s=0.0, own_s=0.0, place_s=0.0)
+    queued, rate = _queued(tables)
+    tokens = arrived.prompt_tokens
+    own_s = min(tokens * table.stretch(tokens) / table.rates[1] for table in tables)
     queue = books.backlog.queues.get(model)
     ahead = len(queue) if queue is not None else 0
     before = queue.tokens_ahead(arrived.priority, arrived.tenant) if queue is not None and ahead else 0
@@ -164,8 +162,11 @@ def _ends_per_s(table: Table) -> float:
 def backlog_s(books: Books, model: str) -> float:
     """Seconds of prefill that stand before a new request of the lowest claim."""
     books.settle()
-    queued, rate = float(books.backlog.tokens_of(model)), 0.0
-    for table in books.cluster.prefillers(model):
-        waiting, table_rate = table.queue()
-        queued, rate = queued + waiting, rate + table_rate
-    return queued / rate if rate > 0.0 else 0.0
+    queued, rate = _queued(books.cluster.prefillers(model))
+    return (queued + books.backlog.tokens_of(model)) / rate if rate > 0.0 else 0.0
+
+
+def _queued(tables: Sequence[Table]) -> tuple[float, float]:
+    """Prompt tokens that wait at all instances there, and how many a second they compute together."""
+    queues = [table.queue() for table in tables]
+    return sum(waiting for waiting, _ in queues), sum(rate for _, rate in queues)

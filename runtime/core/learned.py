@@ -37,7 +37,8 @@ class Learned:
         self._f = self._f * keep + fixed
         self._r = self._r * keep + rest
         self.parts = self._fit()
-        news = any(abs(new - old) > NEWS * old for new, old in zip(self.parts, self._said, strict=True))
+        least = NEWS * max(self._said)  # a part that hardly counts is no news, however often it doubles
+        news = any(abs(new - old) > NEWS * max(old, least) for new, old in zip(self.parts, self._said, strict=True))
         if news:
             self._said = self.parts
         return news

@@ -158,8 +158,8 @@ class _View:
     def _in_time(self, table: Table, unfit: Mask, ready_at_s: float) -> Mask:
         late = score.too_late(table, self.work, self.cluster.costs, ready_at_s=ready_at_s)
         if late is not None:
-            in_time = table.joined_s <= (self.work.tpot_s or np.inf)
-            self.awaits_turn = self.awaits_turn or bool((late & in_time & ~unfit).any())
+            if not self.awaits_turn:
+                self.awaits_turn = bool((late & (table.joined_s <= self.work.tpot_s) & ~unfit).any())
             unfit |= late
         return unfit
 

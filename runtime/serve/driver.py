@@ -12,7 +12,7 @@ import itertools
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -353,7 +353,8 @@ class Driver:
     def _housekeeping(self) -> None:
         self._link.check()
         self._metrics.gauges(self._core.snapshot(), up=self._instances)
-        self._metrics.roles(self._switches.roles_up(self._instances), switching=len(self._switches.under_way))
+        up = Counter[str](hello.role for hello in self._instances.values())
+        self._metrics.roles(up, switching=len(self._switches.under_way))
         if self._drain_until_s is not None and self._clock() >= self._drain_until_s:
             for request_id in list(self._live):
                 self._emitter.close(request_id, End(failure=_SHUTTING_DOWN))

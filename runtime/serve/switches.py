@@ -63,7 +63,3 @@ class Switches:
     def under_way(self) -> Mapping[str, Role]:
         """The role each instance is to have."""
         return {name: switch.role for name, switch in self._under_way.items()}
-
-    def roles_up(self, up: Mapping[str, Hello]) -> dict[str, int]:
-        """How many of the registered instances are in each role."""
-        return dict(Counter(hello.role for hello in up.values()))

@@ -142,7 +142,7 @@ class Leader:
         self._take_pulls()
         self._end_overdue()
         self._report(load)
-        if self._role_switch is not None:
+        if self.draining and self._role_switch is not None:
             self._role_switch.look(self._clock(), idle=self.idle)
 
     def request_stop(self, grace_s: float) -> None:

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from trtpd import console
-from trtpd.errors import InputError
+from trtpd import argument_types, console
 
 
 def add_profile(sub: argparse.ArgumentParser) -> None:
@@ -28,7 +27,11 @@ def add_profile(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--roles", default="", metavar="NAME,...", help="only these engines (and --paths)")
     sub.add_argument("--paths", default="", metavar="NAME,...", help="only these transfers: shm, nixl, tcp")
     sub.add_argument(
-        "--budget-s", type=float, default=600.0, metavar="S", help="no cell begins that would end later; again goes on"
+        "--budget-s",
+        type=argument_types.some_seconds,
+        default=600.0,
+        metavar="S",
+        help="no cell begins that would end later; again goes on",
     )
     sub.add_argument("--force", action="store_true", help="begin anew, whatever is in the file")
 
@@ -37,8 +40,7 @@ def profile(args: argparse.Namespace) -> int:
     from trtpd.perf.profile_report import HEADINGS, lines, rows
     from trtpd.perf.profiler import ProfileOptions, Profiler
 
-    if not 0.0 < args.budget_s < 1e9:
-        raise InputError(f"--budget-s is {args.budget_s:g}; it must be above 0")
+    _end_on_sigterm()
     with _build_of(args.build) as build, console.progress() as progress:
         out = args.output or _place(args.build)
         options = ProfileOptions(
@@ -52,7 +54,6 @@ def profile(args: argparse.Namespace) -> int:
         profiler = Profiler(options, progress)
         for note in profiler.notes:
             console.say(note)
-        _end_on_sigterm()
         try:
             found = profiler.run()
         except KeyboardInterrupt:
@@ -86,7 +87,6 @@ def _build_of(path: Path) -> Iterator[Path]:
     from trtpd.build.builder import build
     from trtpd.build.spec import load_spec
 
-    _end_on_sigterm()
     with tempfile.TemporaryDirectory(prefix="trtpd-profile-") as folder:
         with console.progress() as progress:
             made = build(load_spec(path), Path(folder) / "BUILD", progress=progress)

@@ -16,8 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
+from trtpd_testing.faults import rank_pid
 from trtpd_testing.harness import Answer, Server, ask, nothing_is_held, serving
 
 from trtpd.errors import EngineError
@@ -61,22 +61,11 @@ def run(server: Server, disturb: Callable[[], None] | None = None, *, at_tokens:
         return [future.result() for future in asked]
 
 
-def rank_of(server: Server, instance: str, rank: int) -> int:
-    """mpirun is none of them."""
-    for child in psutil.Process(server.process.pid).children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            line, environment = child.cmdline(), child.environ()
-            is_rank = "mpirun" not in line[0] and environment.get("OMPI_COMM_WORLD_RANK") == str(rank)
-            if is_rank and "trtpd.runtime.worker" in line and instance in line:
-                return child.pid
-    raise AssertionError(f"no rank {rank} of {instance}")
-
-
 FINDERS: dict[str, Callable[[Server, str], int]] = {
     "leader": lambda server, instance: server.worker_pid(instance),
     "stub": lambda server, instance: server.stub_pid(instance),
-    "leader of a group": lambda server, instance: rank_of(server, instance, 0),
-    "rank": lambda server, instance: rank_of(server, instance, 1),
+    "leader of a group": lambda server, instance: rank_pid(server, instance, 0),
+    "rank": lambda server, instance: rank_pid(server, instance, 1),
 }
 
 

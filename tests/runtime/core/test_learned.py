@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -49,3 +51,12 @@ def test_what_changes_by_little_is_no_news() -> None:
     learned = Learned()
     assert seen(learned, 4, (1.5, 1.5))
     assert not any(seen(learned, 4, (1.55, 1.55)) for _ in range(200))
+
+
+def test_a_part_that_hardly_counts_is_no_news_however_often_it_doubles() -> None:
+    chance, learned = random.Random(1), Learned()
+    news = []
+    for _ in range(2000):
+        step_s = FIXED_S * chance.uniform(0.9, 1.1)  # whatever the batch
+        news.append(learned.note(FIXED_S / step_s, EACH_S * chance.choice([1, 2, 4, 64, 128]) / step_s))
+    assert sum(news[300:]) < 10
