@@ -64,6 +64,8 @@ def find_profile(build: Path, manifest: Manifest, *, cpu: str | None = None) -> 
             raise
         return FoundProfile(path=path, remarks=(f"{error}; not used",))
     remarks = [f"{path}: {fault}, so that part is not used; {again}" for fault in faults]
+    if not roles and not faults:
+        remarks.append(f"{path}: unfinished, too few points for a fit, so it is not used; go on with {command}")
     here = cpu_name() if cpu is None else cpu
     if roles and profile.environment.cpu != here:
         remarks.append(

@@ -56,6 +56,10 @@ def run(argv: Sequence[str]) -> int:
         if _wants_json(argv):
             _show_json(line, "usage")
         return 2
+    except SystemExit as ended:  # --help and --version have printed
+        if _let_go_of_stdout(only_if_broken=True):
+            return 1
+        return int(ended.code or 0)
     return _run(args)
 
 
@@ -75,7 +79,9 @@ def _wants_json(argv: Sequence[str]) -> bool:
 
 def _run(args: argparse.Namespace) -> int:
     try:
-        return int(args.run(args))
+        status = int(args.run(args))
+        sys.stdout.flush()  # what can't be written is told here, not by Python at its end
+        return status
     except TrtpdError as error:
         return _failed(args, str(error), error.exit_code, error.code)
     except KeyboardInterrupt:

@@ -106,6 +106,16 @@ def test_a_profile_of_another_build_is_passed_over_in_a_build_and_refused_where_
     assert "profile_unusable" in [finding.code for finding in lint_build(build) if finding.severity == "error"]
 
 
+def test_a_profile_with_too_few_points_is_passed_over_with_a_word(build: Path) -> None:
+    data = profile_data()
+    for costs in data["engines"].values():
+        costs["fit"] = None
+    saved(build / "profile.json", **data)
+    found = find_profile(build, read_manifest(build), cpu="a CPU")
+    assert (found.profile, found.roles) == (None, ())
+    assert "unfinished" in found.remarks[0]
+
+
 def test_a_profile_of_another_machine_is_used_with_a_warning(build: Path) -> None:
     saved(build / "profile.json")
     found = find_profile(build, read_manifest(build), cpu="another CPU")
