@@ -74,13 +74,16 @@ def region_prefix() -> str:
 def sweep_leftovers() -> list[str]:
     """Removes run directories and Triton's shared memory of launchers that are gone, and the folders of groups whose
     keepers are. Returns their names."""
-    removed = []
+    found = leftovers()
+    for path in found:
+        remove(path)
+    return [path.name for path in found] + sweep_groups(SHM_DIR)
+
+
+def leftovers() -> list[Path]:
+    """Run directories and Triton's shared memory of launchers that are gone."""
     candidates = [*_base().glob(f"{PREFIX}*"), *SHM_DIR.glob(f"{REGION_PREFIX}*")]
-    for path in candidates:
-        if _owner_is_gone(path.name):
-            remove(path)
-            removed.append(path.name)
-    return removed + sweep_groups(SHM_DIR)
+    return [path for path in candidates if _owner_is_gone(path.name)]
 
 
 def sweep_regions(prefix: str) -> list[str]:

@@ -85,7 +85,9 @@ def test_only_what_a_launcher_left_that_is_gone_is_swept(places, ended):
     strange = places / "shm" / "trtpd-triton.someone-else"
     for region in (stale_region, my_region, strange):
         region.write_bytes(b"x")
+    assert sorted(rundir.leftovers()) == sorted([stale, stale_region])
     assert sorted(rundir.sweep_leftovers()) == sorted([stale.name, stale_region.name])
+    assert rundir.leftovers() == []
     assert all(path.exists() for path in (mine, my_region, strange))
     assert rundir.sweep_regions(rundir.region_prefix()) == [my_region.name]
     assert strange.exists()
