@@ -54,12 +54,15 @@ def check_ports(host: str, wanted: Ports) -> Ports:
 
 def _unusable(host: str, ports: Mapping[str, int], faults: Mapping[str, OSError]) -> str:
     """Every port that can't be had, who has it, and the options that choose others."""
-    taken = [f"{ports[front]} ({_reason(error)}{_holder(ports[front], error)})" for front, error in faults.items()]
+    by_reason: dict[str, list[str]] = {}
+    for front, error in faults.items():
+        by_reason.setdefault(_reason(error) + _holder(ports[front], error), []).append(str(ports[front]))
+    taken = ", ".join(f"{', '.join(found)} ({why})" for why, found in by_reason.items())
     options = " ".join(f"--{front} PORT" for front in faults)
     in_use = any(error.errno == errno.EADDRINUSE for error in faults.values())
     return (
-        f"port{'s' if len(taken) > 1 else ''} {', '.join(taken)} can't be used on {host}; "
-        f"{'stop what listens there, or ' if in_use else ''}choose {'others' if len(taken) > 1 else 'another'} with "
+        f"port{'s' if len(faults) > 1 else ''} {taken} can't be used on {host}; "
+        f"{'stop what listens there, or ' if in_use else ''}choose {'others' if len(faults) > 1 else 'another'} with "
         f"{options} (0: any free port)"
     )
 

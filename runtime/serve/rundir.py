@@ -19,8 +19,9 @@ import tempfile
 from pathlib import Path
 
 import msgspec
+import psutil
 
-from trtpd.runtime.serve.processes import Identity, own_identity
+from trtpd.runtime.serve.processes import Identity, kill_all, own_identity
 from trtpd.runtime.worker.group import sweep_groups
 
 SHM_DIR = Path("/dev/shm")
@@ -73,9 +74,11 @@ def region_prefix() -> str:
 
 def sweep_leftovers() -> list[str]:
     """Removes run directories and Triton's shared memory of launchers that are gone, and the folders of groups whose
-    keepers are. Returns their names."""
+    keepers are. Returns their names. Stubs of such launchers are ended first: one that was talking to its server when
+    that was killed waits for ever, deaf to its own watch."""
     found = leftovers()
     for path in found:
+        kill_all(psutil.Process(stub.pid) for stub in stubs(path) if stub.alive)
         remove(path)
     return [path.name for path in found] + sweep_groups(SHM_DIR)
 

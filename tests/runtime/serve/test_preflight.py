@@ -39,7 +39,7 @@ def test_a_port_in_use_is_named_with_its_holder_and_the_mend():
 def test_all_ports_in_use_are_named_at_once():
     with socket.create_server((HOST, 0)) as one, socket.create_server((HOST, 0)) as other:
         http, metrics = one.getsockname()[1], other.getsockname()[1]
-        with pytest.raises(InputError, match=rf"^ports {http} .*, {metrics} .*others with --http PORT --metrics PORT"):
+        with pytest.raises(InputError, match=rf"^ports {http}, {metrics} \(.*others with --http PORT --metrics PORT"):
             check_ports(HOST, Ports(http=http, grpc=0, metrics=metrics))
 
 

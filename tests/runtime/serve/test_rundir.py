@@ -6,6 +6,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from trtpd.kv_transfer.pool_file import start_ticks
@@ -91,6 +92,17 @@ def test_only_what_a_launcher_left_that_is_gone_is_swept(places, ended):
     assert all(path.exists() for path in (mine, my_region, strange))
     assert rundir.sweep_regions(rundir.region_prefix()) == [my_region.name]
     assert strange.exists()
+
+
+def test_a_stub_that_outlived_its_killed_launcher_is_ended_with_what_that_left(places, ended):
+    stale = rundir.make_run_dir().parent / f"trtpd-run.{ended.pid}.{ended.start_ticks}.abc"
+    (stale / "stubs").mkdir(parents=True)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as stub:
+        ticks = start_ticks(stub.pid)
+        assert ticks is not None
+        (stale / "stubs" / "pd").write_bytes(msgspec.json.encode(Identity(stub.pid, ticks)))
+        assert rundir.sweep_leftovers() == [stale.name]
+        assert start_ticks(stub.pid) is None
 
 
 def test_a_pid_given_to_another_process_is_not_the_former_one():
