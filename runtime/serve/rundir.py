@@ -142,11 +142,12 @@ def announce_drain(run_dir: Path, until_s: float) -> None:
 
 
 def drain_until_s(run_dir: Path) -> float | None:
-    """None while serving goes on."""
+    """None while serving goes on; long ago if the launcher was killed: the server is told to end then, and would wait
+    for streams that nobody cuts."""
     try:
         return float((run_dir / "drain").read_text())
     except FileNotFoundError:
-        return None
+        return 0.0 if _owner_is_gone(run_dir.name) else None
 
 
 def tail(path: Path, lines: int = 15) -> str:

@@ -172,7 +172,7 @@ def last_error(log: str) -> str:
 
 def _prepare() -> None:
     """Called between fork and exec."""
-    signal_on_parents_death(signal.SIGKILL)  # told to stop, it would wait for streams that nobody cuts any more
+    signal_on_parents_death(signal.SIGTERM)
     soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
     resource.setrlimit(resource.RLIMIT_STACK, (stack_limit(soft, hard), hard))
 

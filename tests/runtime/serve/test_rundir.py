@@ -127,6 +127,11 @@ def test_the_drains_end_reaches_the_models(places):
     assert rundir.drain_until_s(run_dir) == 12.5
 
 
+def test_streams_of_a_killed_launcher_are_cut_at_once(places, ended):
+    run_dir = places / f"trtpd-run.{ended.pid}.{ended.start_ticks}.abc"
+    assert rundir.drain_until_s(run_dir) == 0.0
+
+
 def test_the_tail_of_a_log_is_its_last_lines(places):
     log = places / "log"
     log.write_text("".join(f"line {i}\n" for i in range(100)))
