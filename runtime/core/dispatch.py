@@ -19,6 +19,10 @@ SETTLED_LATE = 32
 would be a long wait for the one that looks."""
 
 
+SEEN_AT_ONCE = 64
+"""Of those that wait, so many are looked at after a change."""
+
+
 class Dispatch:
     """Runs after each event, and does nothing unless room has changed since the last time."""
 
@@ -70,19 +74,26 @@ class Dispatch:
         return True
 
     def _place_fresh(self, queue: Queue) -> None:
-        """From the front; a few may overtake one that doesn't fit, until it has waited long."""
-        books = self._books
-        skipped = 0
-        while skipped <= books.policy.overtake:
-            starved_before_s = books.now_s - books.policy.starve_s
-            front = queue.next(skipped + 1, starved_before_s=starved_before_s)
-            if len(front) <= skipped:
-                return
-            wait = self._place(front[skipped])
-            if wait is not None:
-                if self._blocks_others(front[skipped], wait):
+        """From the front; a few may overtake one that doesn't fit, until it has waited long. Where prompts of a kind
+        wait only for those of their kind before them, all of that kind wait and the other kind doesn't."""
+        policy = self._books.policy
+        placed = SEEN_AT_ONCE
+        while placed == SEEN_AT_ONCE:
+            placed, skipped = 0, 0
+            in_line: set[bool] = set()
+            for request in queue.next(SEEN_AT_ONCE, starved_before_s=self._books.now_s - policy.starve_s):
+                short = request.prompt_tokens <= policy.short_tokens
+                if short in in_line:
+                    continue
+                wait = self._place(request)
+                if wait is None:
+                    placed += 1
+                elif wait is place.Wait.LINE:
+                    in_line.add(short)
+                elif self._blocks_others(request, wait) or skipped == policy.overtake:
                     return
-                skipped += 1
+                else:
+                    skipped += 1
 
     def _blocks_others(self, request: Request, wait: place.Wait) -> bool:
         """One that waits for its turn does from the start: the others would take just that turn. It comes nearer by

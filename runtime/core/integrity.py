@@ -35,6 +35,11 @@ def _check_instance(books: Books, name: str, instance: Instance) -> None:
         "peak blocks": (instance.peak_blocks, sum(hold.blocks for hold in holds)),
         "pending tokens": (instance.pending_tokens, sum(hold.pending_tokens for hold in holds)),
         "prefilling": (instance.prefilling, sum(hold.pending_tokens > 0 for hold in holds)),
+        "short tokens": (instance.short_tokens, sum(hold.pending_tokens for hold in holds if hold.short)),
+        "short prefilling": (
+            instance.short_prefilling,
+            sum(hold.short and hold.pending_tokens > 0 for hold in holds),
+        ),
         "unseen blocks": (instance.unseen_blocks, sum(hold.blocks for hold in holds if not hold.seen)),
         "sequences": (instance.sequences, len(decoding)),
         "context tokens": (instance.context_tokens, sum(hold.context_tokens for hold in decoding)),
