@@ -20,7 +20,7 @@ would be a long wait for the one that looks."""
 
 
 SEEN_AT_ONCE = 64
-"""Of those that wait, so many are looked at after a change."""
+"""Of those that wait, so many are looked at after a change before any more are."""
 
 
 class Dispatch:
@@ -74,26 +74,36 @@ class Dispatch:
         return True
 
     def _place_fresh(self, queue: Queue) -> None:
-        """From the front; a few may overtake one that doesn't fit, until it has waited long. Where prompts of a kind
-        wait only for those of their kind before them, all of that kind wait and the other kind doesn't."""
-        policy = self._books.policy
-        placed = SEEN_AT_ONCE
-        while placed == SEEN_AT_ONCE:
-            placed, skipped = 0, 0
-            in_line: set[bool] = set()
-            for request in queue.next(SEEN_AT_ONCE, starved_before_s=self._books.now_s - policy.starve_s):
-                short = request.prompt_tokens <= policy.short_tokens
-                if short in in_line:
-                    continue
-                wait = self._place(request)
-                if wait is None:
-                    placed += 1
-                elif wait is place.Wait.LINE:
-                    in_line.add(short)
-                elif self._blocks_others(request, wait) or skipped == policy.overtake:
-                    return
-                else:
-                    skipped += 1
+        """From the front; where prompts of a kind wait only for those of their kind before them, the other kind is
+        looked for further back."""
+        most = SEEN_AT_ONCE
+        while True:
+            front = queue.next(most, starved_before_s=self._books.now_s - self._books.policy.starve_s)
+            placed, goes_on = self._place_front(front, queue)
+            if not goes_on or len(front) < most:
+                return
+            most = SEEN_AT_ONCE if placed else 8 * most
+
+    def _place_front(self, front: list[Request], queue: Queue) -> tuple[int, bool]:
+        """How many of these were placed, and whether others may still be. A few may overtake one that doesn't fit,
+        until it has waited long."""
+        placed, skipped = 0, 0
+        in_line: set[bool] = set()
+        for request in front:
+            if request.short in in_line:
+                continue
+            wait = self._place(request)
+            if wait is None:
+                placed += 1
+            elif wait is place.Wait.LINE:
+                in_line.add(request.short)
+                if queue.kinds <= in_line:
+                    return placed, False
+            elif self._blocks_others(request, wait) or skipped == self._books.policy.overtake:
+                return placed, False
+            else:
+                skipped += 1
+        return placed, True
 
     def _blocks_others(self, request: Request, wait: place.Wait) -> bool:
         """One that waits for its turn does from the start: the others would take just that turn. It comes nearer by

@@ -31,6 +31,7 @@ class PriorityClass:
         self._finish: dict[str, float] = {}
         self._virtual = 0.0
         self._number = 0
+        self.shorts = 0
         self.tenants: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -61,6 +62,7 @@ class PriorityClass:
         self._tags.insert(index, request.tag)
         self._members.insert(index, request)
         self.tenants[tenant] += 1
+        self.shorts += request.short
         if len(self._finish) > TENANTS_KEPT:
             self._finish = {name: finish for name, finish in self._finish.items() if finish > self._virtual}
 
@@ -72,6 +74,7 @@ class PriorityClass:
         if served:
             self._virtual = max(self._virtual, request.tag[0])
         tenant = request.arrived.tenant
+        self.shorts -= request.short
         self.tenants[tenant] -= 1
         if not self.tenants[tenant]:
             del self.tenants[tenant]
@@ -100,6 +103,17 @@ class Queue:
     def fresh(self) -> Iterator[Request]:
         for priority in sorted(self.classes, reverse=True):
             yield from self.classes[priority]
+
+    @property
+    def kinds(self) -> set[bool]:
+        """Whether the prompts of its fresh requests are short: what there is of both kinds."""
+        found = set()
+        for members in self.classes.values():
+            if members.shorts:
+                found.add(True)
+            if members.shorts < len(members):
+                found.add(False)
+        return found
 
     def of_class(self, priority: int) -> PriorityClass:
         """It stays when it is empty, with what its tenants have had: there are as many as priorities."""

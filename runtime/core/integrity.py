@@ -71,6 +71,7 @@ def _check_model_queue(model: str, queue: Queue) -> None:
     _require(tokens == queue.tokens, f"the queue of {model} counts {queue.tokens} tokens and holds {tokens}")
     for priority, members in queue.classes.items():
         tags = [request.tag for request in members]
+        _require(members.shorts == sum(r.short for r in members), f"class {priority} of {model} miscounts short ones")
         _require(tags == sorted(tags), f"class {priority} of {model} is out of order")
 
 

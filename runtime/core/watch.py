@@ -9,9 +9,9 @@ from trtpd.runtime.core.events import Arrived, SwitchRole
 from trtpd.runtime.core.instance import Instance
 from trtpd.runtime.core.lifecycle import State
 from trtpd.runtime.core.moves import Moves
+from trtpd.runtime.core.ranks import CAUTION
 from trtpd.runtime.core.rebalance import Pools, Proposal, Rebalancer
 from trtpd.runtime.core.recovery import Recovery
-from trtpd.runtime.core.ranks import CAUTION
 from trtpd.runtime.core.score import TPOT_USUAL_S
 
 LOOK_S = 0.25
@@ -23,7 +23,7 @@ TARGET_RATE = 0.1
 class _Usual:
     """What requests of one model usually ask for; None while none has."""
 
-    __slots__ = ("ttft_s", "tpot_s")
+    __slots__ = ("tpot_s", "ttft_s")
 
     def __init__(self) -> None:
         self.ttft_s: float | None = None

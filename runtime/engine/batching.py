@@ -12,7 +12,6 @@ from heapq import merge
 from trtpd.errors import EngineError
 from trtpd.runtime.engine.base import Key
 
-
 OVERTAKEN = 2
 """A prompt may be overtaken by shorter ones until so many times its own tokens were computed since it came."""
 

@@ -31,10 +31,10 @@ class Stage(Enum):
 class Running:
     """One request. `ids` are the prompt and what followed; the KV of the first `done_tokens` of them is there.
 
-    `number` counts requests as they came. `context_tokens`: so many tokens are computed before the next is drawn: the
-    prompt's, and after a preemption all there are. `cached_tokens` of the prompt were found in the prefix cache, None
-    before its admission. `due`: see batching.due. `hashes` are those of its first full blocks, as far as they were needed; of `published` of
-    these others may find the KV.
+    `number` counts requests as they came; `due`: see batching.due. `context_tokens`: so many tokens are computed before
+    the next is drawn: the prompt's, and after a preemption all there are. `cached_tokens` of the prompt were found in
+    the prefix cache, None before its admission. `hashes` are those of its first full blocks, as far as they were
+    needed; of `published` of these others may find the KV.
     """
 
     request: EngineRequest

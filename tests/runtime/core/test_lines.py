@@ -12,6 +12,7 @@ from trtpd.perf.simulate import Simulation
 from trtpd.perf.worker_spec import WorkerSpec
 from trtpd.runtime.core.cost import LinearStepTime
 from trtpd.runtime.core.events import Capabilities, Submit
+from trtpd.runtime.core.policy import Policy
 from trtpd.runtime.core.router import RouterCore
 from trtpd.runtime.engine.batching import OVERTAKEN
 
@@ -75,7 +76,7 @@ def firsts_s(capabilities: Capabilities) -> dict[int, list[float]]:
     for _ in range(200):
         at_s += rng.expovariate(1.02)
         prompt = 700 if rng.random() < 0.2 else 100
-        requests.append(SimRequest(at_s=at_s, prompt_tokens=prompt, max_tokens=20, output_tokens=20))
+        requests.append(SimRequest(at_s=at_s, prompt_tokens=prompt, max_tokens=20, output_tokens=20, timeout_s=1e5))
     workers = [
         WorkerSpec(
             name=role,
@@ -88,7 +89,8 @@ def firsts_s(capabilities: Capabilities) -> dict[int, list[float]]:
         )
         for role in ("prefill", "decode")
     ]
-    simulation = Simulation(core=RouterCore(), workers=workers, model=MODEL, requests=requests)
+    calm = Policy(patience_s=1e6, queue_s=1e5)  # nothing is prefilled on decode, and nothing refused
+    simulation = Simulation(core=RouterCore(calm), workers=workers, model=MODEL, requests=requests)
     simulation.run()
     found: dict[int, list[float]] = {100: [], 700: []}
     for request, outcome in zip(requests, simulation.outcomes, strict=True):
@@ -97,11 +99,11 @@ def firsts_s(capabilities: Capabilities) -> dict[int, list[float]]:
     return {length: sorted(seconds) for length, seconds in found.items()}
 
 
-def test_shorter_first_spares_short_prompts_most_of_their_wait_and_costs_long_ones_less_than_their_own_time() -> None:
+def test_shorter_first_spares_short_prompts_most_of_their_wait_and_costs_long_ones_no_more_than_they_may() -> None:
     in_order, shorter = firsts_s(IN_ORDER), firsts_s(Capabilities())
     middle = {length: len(seconds) // 2 for length, seconds in shorter.items()}
     assert shorter[100][middle[100]] < 0.35 * in_order[100][middle[100]]
-    assert shorter[700][middle[700]] < in_order[700][middle[700]] + 2.8
+    assert shorter[700][middle[700]] < in_order[700][middle[700]] + OVERTAKEN * 2.8
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -113,10 +115,13 @@ def test_a_stream_of_short_prompts_starves_no_long_one(seed: int) -> None:
         at_s += rng.expovariate(2.4)
         requests.append(SimRequest(at_s=at_s, prompt_tokens=100, max_tokens=2, output_tokens=2, timeout_s=300.0))
     workers = [
-        WorkerSpec(name=role, role=role, kv_blocks=2048, max_step_tokens=128, chunk_tokens=128, prefill_tokens_per_s=250)
+        WorkerSpec(
+            name=role, role=role, kv_blocks=2048, max_step_tokens=128, chunk_tokens=128, prefill_tokens_per_s=250
+        )
         for role in ("prefill", "decode")
     ]
-    simulation = Simulation(core=RouterCore(), workers=workers, model=MODEL, requests=requests)
+    calm = Policy(patience_s=1e6, queue_s=1e5)
+    simulation = Simulation(core=RouterCore(calm), workers=workers, model=MODEL, requests=requests)
     simulation.run()
     ttft_s = simulation.outcomes[0].ttft_s
     assert ttft_s is not None

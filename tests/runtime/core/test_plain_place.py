@@ -83,9 +83,7 @@ def question(rng: random.Random, count: int) -> tuple[Request, Work, place.Rules
     hits = {str(rng.randrange(count)): rng.randrange(prompt) for _ in range(rng.choice((0, 2)))}
     tpot_s = rng.choice((None, 0.001, 0.006, 0.05))
     total, short = prompt + out, prompt <= 100
-    work = Work(
-        prompt_tokens=prompt, total_tokens=total, left_tokens=out / 2, tpot_s=tpot_s, hits=hits, short=short
-    )
+    work = Work(prompt_tokens=prompt, total_tokens=total, left_tokens=out / 2, tpot_s=tpot_s, hits=hits, short=short)
     rung, local = rng.choice((Rung.NORMAL, Rung.LONG_WAIT)), rng.choice((0, 50))
     rules = place.Rules(weights=Weights(), links=Links(0.003), rung=rung, local_tokens=local, long_tokens=200)
     return request, work, rules

@@ -125,7 +125,8 @@ class Plain:
         own_tokens = self.work.prompt_tokens - self.work.hits.get(first.name, 0)
         own_s = own_tokens * group.prefill.stretch(self.work.prompt_tokens)
         ready_at_s = self.cluster.now_s + float(
-            (group.prefill.short_wait_s if self.work.short else group.prefill.wait_s)[first.row] + own_s * group.prefill.token_s[first.row]
+            (group.prefill.short_wait_s if self.work.short else group.prefill.wait_s)[first.row]
+            + own_s * group.prefill.token_s[first.row]
         )
         sinks = self.sinks(group.decode, weight * flow_s, ready_at_s)
         found = []
