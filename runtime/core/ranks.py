@@ -242,11 +242,13 @@ class Table:
 
     def waits_s(self, *, short: bool) -> Floats:
         """Seconds of the prompts before one more."""
-        return self.short_wait_s if short else self.wait_s
+        found: Floats = self.short_wait_s if short else self.wait_s
+        return found
 
     def fits(self, *, short: bool) -> Floats:
         """The longest prompt of its kind that each can take now."""
-        return self.short_fits if short else self.prefill_fits
+        found: Floats = self.short_fits if short else self.prefill_fits
+        return found
 
     def weigh_prefill(self, flow: float, wait: float, token: float, *, short: bool) -> Floats:
         """The sum of `prefill_terms` so weighted, for each instance: the caller's until it asks again."""

@@ -5,7 +5,7 @@ Engines and simulated workers plan with the same function; only what executes th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import merge
 
@@ -121,7 +121,8 @@ def plan_step(state: PlanState, limits: StepLimits) -> StepPlan:
     prefills: list[PrefillPart] = []
     admitted: list[Key] = []
     blocks, short_blocks, stopped = state.available_blocks, 0, False
-    for sequence in merge(state.prefilling, state.waiting, key=lambda one: one.due):
+    line: Iterable[Prefilling | Waiting] = merge(state.prefilling, state.waiting, key=_due_of)
+    for sequence in line:
         if isinstance(sequence, Prefilling):
             done_tokens = sequence.done_tokens
         elif stopped:
@@ -145,6 +146,10 @@ def plan_step(state: PlanState, limits: StepLimits) -> StepPlan:
         admitted=tuple(admitted),
         short_blocks=short_blocks,
     )
+
+
+def _due_of(sequence: Prefilling | Waiting) -> int:
+    return sequence.due
 
 
 def _part(key: Key, done_tokens: int, prompt_tokens: int, budget: int, limits: StepLimits) -> PrefillPart:
