@@ -25,14 +25,13 @@ from trtpd.build.manifest import (
     Manifest,
     RoleName,
     current_features,
-    is_elastic,
     load_faults,
     read_engine_config,
     read_manifest,
     rebuild,
 )
 from trtpd.build.resolve import ResolvedRole, resolve
-from trtpd.build.spec import ROLES, PipelineSpec, load_spec, settings_fault
+from trtpd.build.spec import ROLES, PipelineSpec, load_spec, parse_spec, settings_fault
 from trtpd.build.tensors import FETCH_AGAIN, TensorFile
 from trtpd.build.tokenizer_files import tokenizer_fault
 from trtpd.errors import CheckpointError, EngineError, InputError
@@ -206,7 +205,7 @@ def _lint_engines(
 
 
 def _deployment(manifest: Manifest, configs: dict[RoleName, EngineConfig]) -> Deployment:
-    first = next(iter(configs.values()))
+    first, settings = next(iter(configs.values())), parse_spec(manifest.settings)
     roles = tuple(
         ResolvedRole(
             role=role,
@@ -225,15 +224,9 @@ def _deployment(manifest: Manifest, configs: dict[RoleName, EngineConfig]) -> De
         max_seq_tokens=max(config.max_seq_tokens for config in configs.values()),
         roles=roles,
         accuracy=manifest.accuracy,
-        elastic=is_elastic(manifest),
-        convert_dtype=_converts(manifest),
+        elastic=settings.pools.elastic,
+        convert_dtype=settings.transfer.convert_dtype,
     )
-
-
-def _converts(manifest: Manifest) -> bool:
-    """False too for a manifest of before there was the setting."""
-    transfer = manifest.settings.get("transfer")
-    return isinstance(transfer, dict) and transfer.get("convert_dtype") is True
 
 
 def _broken(where: str, message: str) -> Finding:

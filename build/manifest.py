@@ -341,8 +341,13 @@ def read_engine_config(directory: Path) -> EngineConfig:
 
 
 def write_json(path: Path, value: Manifest | EngineConfig) -> None:
-    """Writes one of the two files, readable for people."""
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
+    """Writes one of the two files."""
+    path.write_bytes(json_of(value))
+
+
+def json_of(value: Manifest | EngineConfig) -> bytes:
+    """What stands in one of the two files, readable for people."""
+    return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
 
 
 def current_versions(engine: str) -> dict[str, str]:

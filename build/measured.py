@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ import msgspec
 from trtpd.build.accuracy import AccuracyMeter, ComputeLogits, Place, accuracy_key
 from trtpd.build.backends.base import Progress
 from trtpd.build.checkpoint import Checkpoint
-from trtpd.build.files import digest_of
+from trtpd.build.files import digest_of, write_whole
 from trtpd.build.machine import Machine
 from trtpd.build.manifest import (
     MANIFEST,
@@ -23,8 +22,8 @@ from trtpd.build.manifest import (
     Precision,
     RoleName,
     current_versions,
+    json_of,
     read_engine_config,
-    write_json,
 )
 from trtpd.build.planning import BuildPlan, Former
 from trtpd.build.resolve import wishes_of
@@ -117,9 +116,7 @@ def with_accuracy(out: Path, plan: BuildPlan, meter: AccuracyMeter) -> BuildPlan
         found: Mapping[str, Accuracy] = plan.manifest.accuracy | {precision: meter.of(precision)}
         if found != plan.manifest.accuracy:
             plan = replace(plan, manifest=msgspec.structs.replace(plan.manifest, accuracy=dict(found)))
-            part = out / f".{MANIFEST}.part"
-            write_json(part, plan.manifest)
-            os.replace(part, out / MANIFEST)
+            write_whole(out / MANIFEST, json_of(plan.manifest))
     return plan
 
 

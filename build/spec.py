@@ -227,6 +227,10 @@ class SchedulerSpec(_Section):
         default=0,
         description="prompts up to this size may stay on decode if moving costs more than it saves; 0: under load only",
     )
+    short_prompt_tokens: Annotated[int, Field(ge=0, le=MOST)] = Field(
+        default=256,
+        description="prompts up to this size don't wait for longer ones, and are prefilled on decode under load",
+    )
     held_kv: Annotated[float, Field(gt=0, le=1)] = Field(
         default=0.5, description="part of a prefill KV pool that offers without a decode place may hold"
     )

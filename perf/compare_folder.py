@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -22,12 +22,15 @@ from trtpd.perf.compare_arms import Variant
 from trtpd.perf.comparison import Choice, PointFile
 from trtpd.perf.records import Record, load_records, save_records
 
+Kind = Literal["tuning", "points"]
+"""Of a loaded run: a tuning's, or one that is compared."""
+
 Stored = TypeVar("Stored", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """Its files. Nothing is written but by `remembered`, `keep` and `keep_interference`."""
+    """Its files. Nothing is written but by `remembered` and what is called `keep`."""
 
     path: Path
 
@@ -42,19 +45,23 @@ class Folder:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
         return found
 
-    def run_file(self, kind: str, variant: Variant, rate: float, repeat: int) -> PointFile | None:
-        """What is known of a run without its records; None if it was not made. `kind`: tuning or points."""
-        path = self._json(kind, variant, rate, repeat)
+    def run_path(self, kind: Kind, variant: Variant, rate: float, repeat: int) -> Path:
+        """Where a run's figures are; its records lie beside them."""
+        return self.path / kind / f"{variant.folder}.{rate:g}.{repeat}.json"
+
+    def run_file(self, kind: Kind, variant: Variant, rate: float, repeat: int) -> PointFile | None:
+        """What is known of a run without its records; None if it was not made."""
+        path = self.run_path(kind, variant, rate, repeat)
         return read(path, PointFile) if path.is_file() else None
 
-    def records(self, kind: str, variant: Variant, file: PointFile) -> tuple[Record, ...]:
+    def records(self, kind: Kind, variant: Variant, file: PointFile) -> tuple[Record, ...]:
         """Of a run that is there."""
-        path = self._json(kind, variant, file.rate, file.repeat).with_suffix(".jsonl.gz")
+        path = self.run_path(kind, variant, file.rate, file.repeat).with_suffix(".jsonl.gz")
         return tuple(load_records(path)[1])
 
-    def keep(self, kind: str, variant: Variant, file: PointFile, run: Run) -> None:
+    def keep(self, kind: Kind, variant: Variant, file: PointFile, run: Run) -> None:
         """Records first: a run whose figures are there is whole."""
-        path = self._json(kind, variant, file.rate, file.repeat)
+        path = self.run_path(kind, variant, file.rate, file.repeat)
         path.parent.mkdir(parents=True, exist_ok=True)
         save_records(path.with_suffix(".jsonl.gz"), run.info, run.records)
         path.write_bytes(msgspec.json.encode(file))
@@ -86,9 +93,6 @@ class Folder:
 
     def _choice(self, arm: str) -> Path:
         return self.path / "tuning" / f"choice.{'-'.join(arm.replace(',', '').split())}.json"
-
-    def _json(self, kind: str, variant: Variant, rate: float, repeat: int) -> Path:
-        return self.path / kind / f"{variant.folder}.{rate:g}.{repeat}.json"
 
 
 def read(path: Path, kind: type[Stored]) -> Stored:

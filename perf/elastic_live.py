@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trtpd.perf.live_load import LivePhase, PhaseResult, Sample, by_phase, drive, lost, workload
-from trtpd.perf.served import build, served, tiny_model
+from trtpd.perf.served import served_tiny
 from trtpd.perf.slo import FixedSlo
 
 SLO = FixedSlo(ttft_s=4.0, tpot_s=0.25)
@@ -57,11 +56,8 @@ def phases(phase_s: float) -> list[LivePhase]:
 def measure(phase_s: float, *, model: Path | None = None) -> ElasticRun:
     """Builds, serves and drives it. Raises TrtpdError."""
     turns = phases(phase_s)
-    with tempfile.TemporaryDirectory(prefix="trtpd-elastic.") as name:
-        folder = Path(name)
-        made = build(folder, pipeline(tiny_model(folder / "model", model=model)))
-        with served(made, log=folder / "serve.log") as server:
-            run, watcher = drive(server, workload("elastic", turns, 1), SLO)
+    with served_tiny("elastic", pipeline, model=model) as server:
+        run, watcher = drive(server, workload("elastic", turns, 1), SLO)
     return ElasticRun(
         requests=len(run.records),
         phases=by_phase(run.records, turns, SLO),

@@ -6,8 +6,9 @@
 
 Ours is what `trtpd build --tune` makes: a prefill engine that widens its weights and a decode engine that does not,
 each measured at its own work through the engine seam, with everything a step does. llama.cpp's server runs in a process
-of its own, one for each of its types of that width; the best of them counts. With -o every measurement is added to a
-file, so that a long table is made in several runs, and medians are over all of them.
+of its own, one for each of its types of that width; the best of them counts. With -o every round of a cell is added to
+a file, so that a long table is made in several runs, and medians are over all of them. A round that was not measured
+on all sides counts on none.
 
 With --roles the two engines of one build change places instead: each does both roles' work, and the gain is how much
 better a role's own build is at it.
@@ -21,19 +22,18 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
-
-import msgspec
 
 from trtpd.build.builder import build
 from trtpd.build.checkpoint import open_checkpoint
 from trtpd.build.files import digest_of
 from trtpd.build.manifest import Precision
 from trtpd.build.spec import parse_spec
-from trtpd.errors import InputError, TrtpdError
+from trtpd.errors import TrtpdError
+from trtpd.perf.engine_results import OURS, Results, rows_of, spread
 from trtpd.perf.llama_cpp import LlamaSetup
 from trtpd.perf.llama_gguf import write_gguf
 from trtpd.perf.measured import Cell, Kind, Side
@@ -49,81 +49,12 @@ LLAMA_TYPES: dict[Precision, tuple[str, ...]] = {
     "f16": ("BF16", "F16"),
     "int8": ("Q8_0",),
 }
-OURS = "trtpd"
+SecondsOf = Callable[[Cell], float]
+"""Measures a side at a cell."""
+
 ROLE_GAIN = 1.2
 KV_TOKENS = 16_384
 MAX_SEQ_TOKENS = 4_096
-
-
-def target(cell: Cell) -> float:
-    """The ratio to llama.cpp that is aimed at."""
-    if cell.kind == "prefill":
-        return 2.0
-    return 1.5 if cell.batch > 1 else 1.0
-
-
-class Samples(msgspec.Struct, kw_only=True):
-    """Seconds of one side at one cell."""
-
-    width: str
-    threads: int
-    side: str
-    cell: Cell
-    seconds: list[float] = []
-
-    @property
-    def rate(self) -> float:
-        """Tokens a second, by the median."""
-        return self.cell.tokens_per_run / statistics.median(self.seconds)
-
-
-class Results:
-    """All samples, kept in a file if there is one."""
-
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-        self.samples: list[Samples] = []
-        if path is not None and path.exists():
-            try:
-                self.samples = msgspec.json.decode(path.read_bytes(), type=list[Samples])
-            except (OSError, msgspec.MsgspecError) as error:
-                raise InputError(f"{path}: not results of this benchmark ({error}); name another file") from error
-
-    def of(self, width: str, threads: int, side: str, cell: Cell) -> Samples:
-        for found in self.samples:
-            if (found.width, found.threads, found.side, found.cell) == (width, threads, side, cell):
-                return found
-        made = Samples(width=width, threads=threads, side=side, cell=cell)
-        self.samples.append(made)
-        return made
-
-    def keep(self) -> None:
-        if self._path is not None:
-            part = self._path.with_suffix(".part")
-            part.write_bytes(msgspec.json.encode([one for one in self.samples if one.seconds]))
-            part.replace(self._path)
-
-
-def rows_of(results: Results) -> Iterator[dict[str, Any]]:
-    """The table: one row for each cell that both were measured at."""
-    ours = [one for one in results.samples if one.side == OURS and one.seconds]
-    for mine in sorted(ours, key=lambda one: (one.width, one.threads, one.cell.kind, one.cell.tokens, one.cell.batch)):
-        same = [one for one in results.samples if one.seconds and one.cell == mine.cell and one.threads == mine.threads]
-        theirs = {one.side: one.rate for one in same if one.width == mine.width and one.side != OURS}
-        if not theirs:
-            continue
-        ratio = mine.rate / max(theirs.values())
-        yield {
-            "width": mine.width,
-            "threads": mine.threads,
-            "cell": mine.cell.name,
-            "tokens_per_s": mine.rate,
-            "llama_cpp_tokens_per_s": theirs,
-            "ratio": ratio,
-            "target": target(mine.cell),
-            "met": ratio >= target(mine.cell),
-            "samples": len(mine.seconds),
-        }
 
 
 def built(model: Path, width: Precision, cores: Sequence[int], cache: Path) -> Path:
@@ -178,42 +109,71 @@ def compare(args: argparse.Namespace, results: Results, cache: Path) -> None:
             )
             for kind, path in ggufs.items()
         }
-        for _ in range(args.rounds):
-            for cell in args.cells:
-                for side, process in ((OURS, ours[cell.kind]), *theirs.items()):
-                    if time.monotonic() >= deadline_s:
-                        return
-                    samples = results.of(width, args.threads, side, cell)
-                    if not samples.seconds:
-                        process.measure(cell)
-                    samples.seconds.append(process.measure(cell))
-                    results.keep()
+        others: dict[str, SecondsOf] = {kind: side.measure for kind, side in theirs.items()}
+        made_rounds = rounds_of(
+            args.cells,
+            lambda cell: {OURS: ours[cell.kind].measure} | others,
+            rounds=args.rounds,
+            late=lambda: time.monotonic() >= deadline_s,
+        )
+        for cell, seconds in made_rounds:
+            results.add(width, args.threads, cell, seconds)
+
+
+def rounds_of(
+    cells: Sequence[Cell],
+    sides_of: Callable[[Cell], Mapping[str, SecondsOf]],
+    *,
+    rounds: int,
+    late: Callable[[], bool],
+    least: int = 0,
+) -> Iterator[tuple[Cell, dict[str, float]]]:
+    """Seconds of each side at each cell, round by round, the sides of a cell in turn; each has run it once before, to
+    be warm. Ends once it is `late`, but not before `least` rounds: a cell's round that was not measured on all sides by
+    then is dropped."""
+    for number in range(rounds):
+        for cell in cells:
+            seconds = {}
+            for side, measure in sides_of(cell).items():
+                if number >= least and late():
+                    return
+                if number == 0:
+                    measure(cell)
+                seconds[side] = measure(cell)
+            yield cell, seconds
 
 
 def swap_roles(args: argparse.Namespace, cache: Path) -> list[dict[str, Any]]:
     """Each role's build at its own work and at the other's: how many times better it is at its own."""
     cores = tuple(range(args.threads))
     made = args.build or built(args.model, cast(Precision, args.width), cores, cache)
-    seconds: dict[tuple[Kind, Kind, Cell], list[float]] = {}
+    found: dict[Cell, list[dict[str, float]]] = {}
     with ExitStack() as stack:
-        kinds: tuple[Kind, Kind] = ("prefill", "decode")
-        sides = {kind: stack.enter_context(_our_side(made / kind, ())) for kind in kinds}
+        sides: dict[str, SecondsOf] = {
+            kind: stack.enter_context(_our_side(made / kind, ())).measure for kind in ("prefill", "decode")
+        }
         deadline_s = time.monotonic() + args.seconds
-        for count in range(args.rounds):
-            for cell in args.cells:
-                for kind in kinds:
-                    if count and time.monotonic() >= deadline_s:
-                        break
-                    if not count:
-                        sides[kind].measure(cell)
-                    seconds.setdefault((kind, cell.kind, cell), []).append(sides[kind].measure(cell))
-    rows = []
-    for cell in args.cells:
-        rates = {kind: cell.tokens_per_run / statistics.median(seconds[kind, cell.kind, cell]) for kind in kinds}
-        other = "decode" if cell.kind == "prefill" else "prefill"
-        gain = rates[cell.kind] / rates[cast(Kind, other)]
-        rows.append({"cell": cell.name, "rates": rates, "gain": gain, "target": ROLE_GAIN, "met": gain >= ROLE_GAIN})
-    return rows
+        made_rounds = rounds_of(
+            args.cells, lambda _: sides, rounds=args.rounds, late=lambda: time.monotonic() >= deadline_s, least=1
+        )
+        for cell, seconds in made_rounds:
+            found.setdefault(cell, []).append(seconds)
+    return [_role_row(cell, rounds) for cell, rounds in found.items()]
+
+
+def _role_row(cell: Cell, rounds: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    own, other = cell.kind, "decode" if cell.kind == "prefill" else "prefill"
+    seconds = {kind: [one[kind] for one in rounds] for kind in (own, other)}
+    rates = {kind: cell.tokens_per_run / statistics.median(values) for kind, values in seconds.items()}
+    gain = rates[own] / rates[other]
+    return {
+        "cell": cell.name,
+        "rates": rates,
+        "gain": gain,
+        "spread": spread(seconds[own], seconds[other]),
+        "target": ROLE_GAIN,
+        "met": gain >= ROLE_GAIN,
+    }
 
 
 def _our_side(directory: Path, cores: tuple[int, ...]) -> Side:
@@ -269,19 +229,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps({"rows": rows}))
     else:
         for row in rows:
-            print(_words(row))
+            print(words(row))
     return 0
 
 
-def _words(row: dict[str, Any]) -> str:
+def words(row: dict[str, Any]) -> str:
+    """One line for people."""
     verdict = "met" if row["met"] else "missed"
+    by_round = f" ({row['spread'][0]:.2f}..{row['spread'][1]:.2f} by round)" if row["spread"] is not None else ""
     if "gain" in row:
         rates = ", ".join(f"{role} build {rate:.1f}" for role, rate in row["rates"].items())
-        return f"{row['cell']:17} {rates} tokens/s: gain {row['gain']:.2f} (target {row['target']}, {verdict})"
+        return f"{row['cell']:17} {rates} tokens/s: gain {row['gain']:.2f}{by_round}, target {row['target']} {verdict}"
     theirs = ", ".join(f"{kind} {rate:.1f}" for kind, rate in row["llama_cpp_tokens_per_s"].items())
     return (
         f"{row['width']:5} {row['threads']} threads {row['cell']:17} trtpd {row['tokens_per_s']:.1f}, "
-        f"llama.cpp {theirs} tokens/s: {row['ratio']:.2f} (target {row['target']}, {verdict}, {row['samples']} samples)"
+        f"llama.cpp {theirs} tokens/s: {row['ratio']:.2f}{by_round}, target {row['target']} {verdict}, "
+        f"{row['samples']} samples"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -25,7 +26,26 @@ DECODE_STEPS = 12
 """Steps a decode is measured over."""
 
 SPARE_TOKENS = 4
+GROWTH_TOKENS = DECODE_STEPS + SPARE_TOKENS
 GIVE_UP_S = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What a cell takes of an engine: KV blocks in all, and the tokens of its longest sequence."""
+
+    kv_blocks: int
+    seq_tokens: int
+
+    def fit(self, *, kv_blocks: int, max_seq_tokens: int) -> bool:
+        return self.kv_blocks <= kv_blocks and self.seq_tokens <= max_seq_tokens
+
+
+def needs_of(cell: Cell, tokens_per_block: int) -> Needs:
+    """With what is written behind the cell's prompts and contexts while it is measured."""
+    own, beside = cell.prefix_tokens + cell.tokens + GROWTH_TOKENS, cell.context_tokens + GROWTH_TOKENS
+    blocks = cell.batch * -(-own // tokens_per_block) + cell.beside * -(-beside // tokens_per_block)
+    return Needs(kv_blocks=blocks, seq_tokens=max(own, beside))
 
 
 class EngineRuns:
@@ -40,14 +60,11 @@ class EngineRuns:
     def check(self, cell: Cell) -> None:
         """Raises CapacityError if the engine can't hold the cell."""
         limits = self.engine.limits
-        grows = DECODE_STEPS + SPARE_TOKENS
-        longest, context = cell.prefix_tokens + cell.tokens + grows, cell.context_tokens + grows
-        needed = cell.batch * -(-longest // limits.tokens_per_block)
-        needed += cell.beside * -(-context // limits.tokens_per_block)
-        if needed > limits.kv_blocks or max(longest, context) > limits.max_seq_tokens:
+        needs = needs_of(cell, limits.tokens_per_block)
+        if not needs.fit(kv_blocks=limits.kv_blocks, max_seq_tokens=limits.max_seq_tokens):
             raise CapacityError(
-                f"{cell.name} needs {needed} KV blocks and sequences of {max(longest, context)} tokens; this engine "
-                f"has {limits.kv_blocks} and {limits.max_seq_tokens}: measure less, or build with more kv_tokens"
+                f"{cell.name} needs {needs.kv_blocks} KV blocks and sequences of {needs.seq_tokens} tokens; this "
+                f"engine has {limits.kv_blocks} and {limits.max_seq_tokens}: measure less, or build with more kv_tokens"
             )
 
     def tokens(self, count: int) -> tuple[int, ...]:
@@ -60,13 +77,11 @@ class EngineRuns:
 
     def decode(self, context_tokens: int) -> Key:
         """Begins to decode DECODE_STEPS tokens and a few more behind so many that were never computed."""
-        max_tokens = DECODE_STEPS + SPARE_TOKENS
-        return self._submit(self.tokens(context_tokens), RequestKind.GENERATION_ONLY, max_tokens=max_tokens)
+        return self._submit(self.tokens(context_tokens), RequestKind.GENERATION_ONLY, max_tokens=GROWTH_TOKENS)
 
     def generate(self, prompt_tokens: int) -> Key:
         """As `decode`, the prompt being computed first."""
-        max_tokens = DECODE_STEPS + SPARE_TOKENS
-        return self._submit(self.tokens(prompt_tokens), RequestKind.CONTEXT_AND_GENERATION, max_tokens=max_tokens)
+        return self._submit(self.tokens(prompt_tokens), RequestKind.CONTEXT_AND_GENERATION, max_tokens=GROWTH_TOKENS)
 
     def _submit(self, prompt: tuple[int, ...], kind: RequestKind, *, max_tokens: int) -> Key:
         decodes = kind is RequestKind.GENERATION_ONLY

@@ -106,7 +106,7 @@ class Bench:
                 num_blocks=blocks,
                 transport=transport,
                 generation=f"bench-{os.urandom(4).hex()}",
-                digests=digests,
+                digest_every=1 if digests else 0,
                 cores=cores.source,
             )
         )

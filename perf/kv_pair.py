@@ -26,14 +26,13 @@ WAIT_S = 120.0
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """What the source's process is made of."""
+    """What the source's process is made of. `digest_every` as in TransferSettings."""
 
     layout: KVLayout
     num_blocks: int
     transport: str
     generation: str
-    digests: bool
-    digest_every: int = 1
+    digest_every: int
     cores: tuple[int, ...] = ()
 
 
@@ -132,7 +131,7 @@ def settings_of(setup: Setup) -> TransferSettings:
     return TransferSettings(
         instance="bench",
         generation=setup.generation,
-        digest_every=setup.digest_every if setup.digests else 0,
+        digest_every=setup.digest_every,
         one_piece_tokens=0,
         path=setup.transport,
         lease_s=WAIT_S,

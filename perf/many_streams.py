@@ -13,10 +13,10 @@ import argparse
 import asyncio
 import json
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from trtpd.perf.client_health import late_limit_s
 from trtpd.perf.process_cpu import cpu_times
 from trtpd.perf.prompt_text import Segment
 from trtpd.perf.records import Record
-from trtpd.perf.served import Served, build, served, tiny_model
+from trtpd.perf.served import Served, served_tiny
 from trtpd.perf.triton_transport import TritonTransport
 from trtpd.perf.workload import Ask, Workload
 
@@ -149,13 +149,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     try:
-        with tempfile.TemporaryDirectory(prefix="trtpd-many-streams.") as name:
-            folder = Path(name)
-            plan = pipeline(
-                tiny_model(folder / "model", model=options.model), streams=options.streams, decodes=options.decodes
-            )
-            with served(build(folder, plan), log=folder / "serve.log") as server:
-                found = drive(server, options.streams, options.channels)
+        planned = partial(pipeline, streams=options.streams, decodes=options.decodes)
+        with served_tiny("many-streams", planned, model=options.model) as server:
+            found = drive(server, options.streams, options.channels)
     except TrtpdError as error:
         print(f"many_streams: {error}", file=sys.stderr)
         return error.exit_code

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import socket
 import subprocess
 import time
 import urllib.error
@@ -14,7 +13,7 @@ from pathlib import Path
 
 from trtpd.errors import ServeError
 from trtpd.perf.bench import Target
-from trtpd.perf.served import stop
+from trtpd.perf.served import free_port, stop
 
 READY_S = 180.0
 
@@ -22,7 +21,7 @@ READY_S = 180.0
 @contextmanager
 def outside(command: str, log: Path) -> Iterator[Target]:
     """Another OpenAI server, by its command; {port} becomes a free one. Raises ServeError if it does not come up."""
-    port = _free_port()
+    port = free_port()
     words = [word.replace("{port}", str(port)) for word in shlex.split(command)]
     with log.open("w") as errors:
         try:
@@ -49,9 +48,3 @@ def _await_models(process: subprocess.Popen[bytes], root: str, log: Path) -> Non
         except (urllib.error.URLError, OSError):
             time.sleep(0.2)
     raise ServeError(f"the outside server does not list its models at {root}/v1/models after {READY_S:g} s")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

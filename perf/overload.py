@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby, pairwise
@@ -22,7 +21,7 @@ import numpy as np
 from trtpd.errors import TrtpdError
 from trtpd.perf.live_load import LivePhase, PhaseResult, Sample, by_phase, drive, lost, settle, workload
 from trtpd.perf.records import Record, save_records
-from trtpd.perf.served import build, served, tiny_model
+from trtpd.perf.served import served_tiny
 from trtpd.perf.slo import FixedSlo
 
 SLO = FixedSlo(ttft_s=2.0, tpot_s=0.1)
@@ -127,12 +126,9 @@ def memory(samples: Sequence[Sample]) -> dict[str, tuple[float, float, float]]:
 
 def measure(turns: Sequence[LivePhase], *, model: Path | None = None, records: Path | None = None) -> Overload:
     """Builds, serves and drives it; what its clients saw goes to `records`. Raises TrtpdError."""
-    with tempfile.TemporaryDirectory(prefix="trtpd-overload.") as name:
-        folder = Path(name)
-        made = build(folder, pipeline(tiny_model(folder / "model", model=model)))
-        with served(made, log=folder / "serve.log") as server:
-            run, during = drive(server, workload("overload", turns, 1), SLO)
-            after = settle(server, SETTLE_S)
+    with served_tiny("overload", pipeline, model=model) as server:
+        run, during = drive(server, workload("overload", turns, 1), SLO)
+        after = settle(server, SETTLE_S)
     if records is not None:
         save_records(records, run.info, run.records)
     samples = [*during.samples, *after.samples]

@@ -1,6 +1,6 @@
 """Measures a loaded engine through its seam: seconds of a prefill and of a decode step.
 
-    python -m trtpd.perf.profile SETUP        (started by engine_bench, role_gain and `trtpd profile`)
+    python -m trtpd.perf.profile SETUP        (started by engine_bench, `trtpd build --tune` and `trtpd profile`)
 
 `trtpd build --tune` is handed `engine_measure`, which does so in a process of its own for each engine it tries.
 """

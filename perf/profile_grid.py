@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from trtpd.build.manifest import EngineConfig
-from trtpd.perf.engine_runs import DECODE_STEPS, SPARE_TOKENS
+from trtpd.perf.engine_runs import DECODE_STEPS, GROWTH_TOKENS, needs_of
 from trtpd.perf.measured import Cell
 
 LENGTHS = (128, 512, 32, 2048, 8192)
@@ -29,8 +29,8 @@ class Grid:
         self._profile = config.profile
         self._block = config.layout.tokens_per_block
         self._stepwise = stepwise
-        kv_tokens = config.profile.kv_blocks * self._block
-        self._longest = min(config.max_seq_tokens, kv_tokens) - DECODE_STEPS - SPARE_TOKENS
+        self._max_seq_tokens = config.max_seq_tokens
+        self._longest = min(config.max_seq_tokens, config.profile.kv_blocks * self._block) - GROWTH_TOKENS
         self._running = min(config.profile.max_batch, config.profile.max_step_tokens)
 
     def cells(self) -> list[Cell]:
@@ -87,12 +87,8 @@ class Grid:
         return tokens // unit * unit or unit
 
     def _fits(self, cell: Cell) -> bool:
-        """See EngineRuns.check."""
-        grows = DECODE_STEPS + SPARE_TOKENS
-        blocks = cell.batch * -(-(cell.prefix_tokens + cell.tokens + grows) // self._block)
-        blocks += cell.beside * -(-(cell.context_tokens + grows) // self._block)
-        longest = max(cell.prefix_tokens + cell.tokens, cell.context_tokens)
-        return longest <= self._longest and blocks <= self._profile.kv_blocks
+        needs = needs_of(cell, self._block)
+        return needs.fit(kv_blocks=self._profile.kv_blocks, max_seq_tokens=self._max_seq_tokens)
 
 
 def transfer_cells(longest_tokens: int) -> list[Cell]:

@@ -16,11 +16,11 @@ import json
 import statistics
 import struct
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from trtpd.errors import ServeError, TrtpdError
 from trtpd.perf.process_cpu import cpu_times
-from trtpd.perf.served import Served, build, served, tiny_model
+from trtpd.perf.served import Served, served_tiny
 
 PROMPT = "hello there my friend"
 CONNECTIONS = 4
@@ -270,16 +270,12 @@ def _per_token_ms(server: Served, max_tokens: int) -> list[float]:
     return [seconds * 1e3 / tokens for seconds, tokens in spans if tokens]
 
 
-def measure(options: argparse.Namespace, folder: Path) -> tuple[Throughput, FirstToken, Readers]:
-    model = tiny_model(folder / "model", model=options.model)
-    made = []
-    for name, interval_tokens, decode_step_ms in (("tokens", options.interval, 5.0), ("lone", 1, 10.0)):
-        (folder / name).mkdir()
-        plan = pipeline(model, streams=options.streams, interval_tokens=interval_tokens, decode_step_ms=decode_step_ms)
-        made.append(build(folder / name, plan))
-    with served(made[0], log=folder / "tokens.log") as server:
+def measure(options: argparse.Namespace) -> tuple[Throughput, FirstToken, Readers]:
+    many = partial(pipeline, streams=options.streams, interval_tokens=options.interval, decode_step_ms=5.0)
+    lone = partial(pipeline, streams=options.streams, interval_tokens=1, decode_step_ms=10.0)
+    with served_tiny("router-live", many, model=options.model) as server:
         tokens = throughput(server, options.streams, options.tokens)
-    with served(made[1], log=folder / "lone.log") as server:
+    with served_tiny("router-live", lone, model=options.model) as server:
         return tokens, first_token(server), readers(server, 800)
 
 
@@ -299,8 +295,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     try:
-        with tempfile.TemporaryDirectory(prefix="trtpd-router-live.") as folder:
-            tokens, first, reading = measure(options, Path(folder))
+        tokens, first, reading = measure(options)
     except TrtpdError as error:
         print(f"router_live: {error}", file=sys.stderr)
         return error.exit_code

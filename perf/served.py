@@ -1,4 +1,4 @@
-"""A `trtpd serve` of its own for a measurement: started, and stopped whatever happens; and small builds for it."""
+"""A `trtpd serve` of its own for a measurement: built, started, and stopped whatever happens."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import contextlib
 import json
 import shutil
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,6 +91,30 @@ def served(build: Path, *, log: Path, arguments: tuple[str, ...] = ()) -> Iterat
         stop(process)
         if process.stdout is not None:
             process.stdout.close()
+
+
+@contextlib.contextmanager
+def served_tiny(
+    name: str,
+    pipeline: Callable[[Path], Mapping[str, Any]],
+    *,
+    model: Path | None = None,
+    log: Path | None = None,
+) -> Iterator[Served]:
+    """Builds what `pipeline` makes of a tiny model (see tiny_model for `model`) and serves it as `served` does, all in
+    a temporary folder named after `name`, the log too unless another place is given for it."""
+    with tempfile.TemporaryDirectory(prefix=f"trtpd-{name}.") as path:
+        folder = Path(path)
+        made = build(folder, pipeline(tiny_model(folder / "model", model=model)))
+        with served(made, log=log or folder / "serve.log") as server:
+            yield server
+
+
+def free_port() -> int:
+    """A TCP port of the loopback that nothing listened on just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def stop(process: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:

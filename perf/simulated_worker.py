@@ -32,7 +32,7 @@ from trtpd.runtime.core.events import (
     Withdraw,
 )
 from trtpd.runtime.core.instance import blocks_for
-from trtpd.runtime.engine.batching import PlanState, Prefilling, StepLimits, StepPlan, Waiting, plan_step
+from trtpd.runtime.engine.batching import PlanState, Prefilling, StepLimits, StepPlan, Waiting, due, plan_step
 
 Key = tuple[int, int]
 Phase = Literal["waiting", "prefilling", "held", "pulling", "joining", "decoding"]
@@ -43,7 +43,8 @@ STEPPING = frozenset({"waiting", "prefilling", "joining", "decoding"})
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """One attempt on this instance. `next_index` is the output index of the next token it computes."""
+    """One attempt on this instance. `next_index` is the output index of the next token it computes; `due`: see
+    batching.due."""
 
     key: Key
     truth: Truth
@@ -52,6 +53,7 @@ class Running:
     next_index: int
     phase: Phase
     blocks: int
+    due: int = 0
     done_tokens: int = 0
     kv_tokens: int = 0
     ready_tokens: int = 0
@@ -62,6 +64,13 @@ class Running:
     def uncomputed_tokens(self) -> int:
         """Prompt tokens to compute here."""
         return 0 if self.kind == "pulled" else self.context_tokens - self.done_tokens
+
+
+def _by_due(sequences: dict[Key, Running]) -> dict[Key, Running]:
+    """The same, in the order in which they are due; those due together as they came."""
+    if len(sequences) < 2:
+        return sequences
+    return {one.key: one for one in sorted(sequences.values(), key=lambda one: one.due)}
 
 
 class SimulatedWorker:
@@ -82,6 +91,7 @@ class SimulatedWorker:
         self._in: dict[Phase, dict[Key, Running]] = {phase: {} for phase in PHASES}
         self._held_blocks = 0
         self._queued_tokens = 0
+        self._computed_tokens = 0
         self._decode_kv_tokens = 0
         self._cache: OrderedDict[int, None] = OrderedDict()
         self._set_aside_blocks = 0
@@ -95,6 +105,8 @@ class SimulatedWorker:
         if sequence.phase in STEPPING:
             self._last_plan = None
         self._in[sequence.phase][sequence.key] = sequence
+        if sequence.phase == "waiting":
+            self._in["waiting"] = _by_due(self._in["waiting"])
         self._queued_tokens += sequence.uncomputed_tokens
 
     def _move(self, sequence: Running, phase: Phase) -> None:
@@ -143,6 +155,7 @@ class SimulatedWorker:
                 context_tokens=context,
                 next_index=len(command.journal),
                 phase="waiting",
+                due=due(self._computed_tokens, context),
                 blocks=blocks_for(total, self.spec.tokens_per_block),
                 done_tokens=self._cached_tokens(truth),
             )
@@ -250,11 +263,11 @@ class SimulatedWorker:
             decoding=tuple(inside["decoding"]),
             joining=tuple(inside["joining"]),
             prefilling=[
-                Prefilling(key=s.key, prompt_tokens=s.context_tokens, done_tokens=s.done_tokens)
-                for s in inside["prefilling"].values()
+                Prefilling(key=s.key, prompt_tokens=s.context_tokens, done_tokens=s.done_tokens, due=s.due)
+                for s in _by_due(inside["prefilling"]).values()
             ],
             waiting=[
-                Waiting(key=s.key, prompt_tokens=s.context_tokens, peak_blocks=s.blocks)
+                Waiting(key=s.key, prompt_tokens=s.context_tokens, peak_blocks=s.blocks, due=s.due)
                 for s in islice(inside["waiting"].values(), self._limits.max_running)
             ],
             available_blocks=self.blocks_free,
@@ -286,6 +299,7 @@ class SimulatedWorker:
     def _prefilled(self, sequence: Running, tokens: int) -> list[InstanceEvent]:
         sequence.done_tokens += tokens
         self._queued_tokens -= tokens
+        self._computed_tokens += tokens
         request_id, attempt = sequence.key
         events: list[InstanceEvent] = []
         if self.spec.capabilities.chunk_events:

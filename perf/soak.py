@@ -18,7 +18,6 @@ import asyncio
 import json
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from trtpd.errors import TrtpdError
-from trtpd.perf.environment import this_environment
-from trtpd.perf.served import Served, build, served, tiny_model
+from trtpd.perf.environment import Environment, this_environment
+from trtpd.perf.served import Served, served_tiny
 from trtpd.perf.soak_load import Mix, SoakLoad
 from trtpd.perf.soak_report import SAMPLES, Pause, Report, growth_table, judge, judged_again, verdict_of, write
 from trtpd.perf.soak_watch import Watch, held, read_samples
@@ -84,15 +83,11 @@ def soak(options: Options) -> Report:
     """All of it. Raises TrtpdError if the deployment can't be built, served or reached."""
     options.output.mkdir(parents=True, exist_ok=True)
     environment = this_environment()
-    with tempfile.TemporaryDirectory(prefix="trtpd-soak.") as name:
-        folder = Path(name)
-        made = build(folder, pipeline(tiny_model(folder / "model", model=options.model)))
-        with served(made, log=options.output / "serve.log") as server:
-            found = asyncio.run(_run(server, options))
-    return Report(environment=environment, **found)
+    with served_tiny("soak", pipeline, model=options.model, log=options.output / "serve.log") as server:
+        return asyncio.run(_run(server, options, environment))
 
 
-async def _run(server: Served, options: Options) -> dict[str, Any]:
+async def _run(server: Served, options: Options, environment: Environment) -> Report:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -114,28 +109,25 @@ async def _run(server: Served, options: Options) -> dict[str, Any]:
     finally:
         await transport.close()
     growths = judge(read_samples(options.output / SAMPLES), options.warm_up_s)
-    return {
-        "seconds": round(lasted_s, 1),
-        "warm_up_s": options.warm_up_s,
-        "interrupted": stop.is_set(),
-        "capacity_per_s": round(capacity_per_s, 3),
-        "rate_per_s": round(rate, 3),
-        "requests": load.seen.requests,
-        "outcomes": dict(load.seen.outcomes),
-        "tokens": load.seen.tokens,
-        "checked": load.seen.checked,
-        "faults": load.seen.faults + ([f"the watch ended: {watch.fault}"] if watch.fault else []),
-        "pauses": pauses,
-        "processes_changed": watch.changes,
-        "status_misses": watch.misses,
-        "growth": growths,
-        "verdict": verdict_of(
-            growths,
-            wrong=bool(load.seen.wrong or watch.fault),
-            held=any(pause.held for pause in pauses),
-            changed=bool(watch.changes),
-        ),
-    }
+    faults = load.seen.faults + ([f"the watch ended: {watch.fault}"] if watch.fault else [])
+    return Report(
+        environment=environment,
+        seconds=round(lasted_s, 1),
+        warm_up_s=options.warm_up_s,
+        interrupted=stop.is_set(),
+        capacity_per_s=round(capacity_per_s, 3),
+        rate_per_s=round(rate, 3),
+        requests=load.seen.requests,
+        outcomes=dict(load.seen.outcomes),
+        tokens=load.seen.tokens,
+        checked=load.seen.checked,
+        faults=faults,
+        pauses=pauses,
+        processes_changed=watch.changes,
+        status_misses=watch.misses,
+        growth=growths,
+        verdict=verdict_of(growths, faults=faults, pauses=pauses, changes=watch.changes),
+    )
 
 
 async def _drive(server: Served, load: SoakLoad, rate: float, seconds: float, stop: asyncio.Event) -> list[Pause]:

@@ -84,11 +84,16 @@ def judge(samples: Sequence[Sample], warm_up_s: float) -> list[Watched]:
     return found
 
 
-def verdict_of(growths: Sequence[Watched], *, wrong: bool, held: bool, changed: bool) -> str:
+def verdict_of(
+    growths: Sequence[Watched], *, faults: Sequence[str], pauses: Sequence[Pause], changes: Sequence[str]
+) -> str:
     """The worst of all: wrong answers, something held in a pause, a process that came or went, then growth."""
-    for is_so, verdict in ((wrong, "wrong"), (held, "held"), (changed, "processes changed")):
-        if is_so:
-            return verdict
+    if faults:
+        return "wrong"
+    if any(pause.held for pause in pauses):
+        return "held"
+    if changes:
+        return "processes changed"
     verdicts = {one.growth.verdict for one in growths if one.judged}
     return next((worst for worst in ("grows", "unclear", "too short") if worst in verdicts), "flat")
 
@@ -108,12 +113,7 @@ def judged_again(folder: Path, warm_up_s: float) -> Report:
             f"{warm_up_s / 60:g} min"
         )
     growths = judge(samples, warm_up_s)
-    verdict = verdict_of(
-        growths,
-        wrong=bool(report.faults),
-        held=any(pause.held for pause in report.pauses),
-        changed=bool(report.processes_changed),
-    )
+    verdict = verdict_of(growths, faults=report.faults, pauses=report.pauses, changes=report.processes_changed)
     return msgspec.structs.replace(report, warm_up_s=warm_up_s, growth=growths, verdict=verdict)
 
 

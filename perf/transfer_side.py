@@ -41,8 +41,7 @@ class HandOffs:
                 num_blocks=setup.layout.blocks_for(setup.tokens),
                 transport=setup.path,
                 generation=f"profile-{os.urandom(4).hex()}",
-                digests=setup.digest_every > 0,
-                digest_every=max(1, setup.digest_every),
+                digest_every=setup.digest_every,
                 cores=setup.source_cores,
             )
         )

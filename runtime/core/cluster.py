@@ -259,8 +259,7 @@ class Cluster:
         if not hold.seen:
             instance.unseen_blocks += hold.blocks
         self._count_sequence(instance, hold, 1)
-        instance.pending_tokens += hold.pending_tokens
-        instance.prefilling += hold.pending_tokens > 0
+        self._count_prompt(instance, hold, 1)
         self.refresh(instance)
 
     def release(self, hold: Hold) -> None:
@@ -273,8 +272,7 @@ class Cluster:
         self._count_sequence(instance, hold, -1)
         instance.flows -= hold.moving
         hold.moving = False
-        instance.pending_tokens -= hold.pending_tokens
-        instance.prefilling -= hold.pending_tokens > 0
+        self._count_prompt(instance, hold, -1)
         self.refresh(instance)
 
     def close(self, hold: Hold) -> None:
@@ -290,6 +288,14 @@ class Cluster:
             instance.sequences += sign
             instance.context_tokens += sign * hold.context_tokens
             instance.left_tokens = instance.left_tokens + sign * hold.left_tokens if instance.sequences else 0.0
+
+    @staticmethod
+    def _count_prompt(instance: Instance, hold: Hold, sign: int) -> None:
+        instance.pending_tokens += sign * hold.pending_tokens
+        instance.prefilling += sign * (hold.pending_tokens > 0)
+        if hold.short:
+            instance.short_tokens += sign * hold.pending_tokens
+            instance.short_prefilling += sign * (hold.pending_tokens > 0)
 
     def seen(self, hold: Hold) -> None:
         """The instance has the blocks now: its own report counts them."""
@@ -312,9 +318,9 @@ class Cluster:
         """So many prompt tokens of this hold are still to compute."""
         if pending_tokens != hold.pending_tokens:
             instance = self.instances[hold.instance]
-            instance.pending_tokens += pending_tokens - hold.pending_tokens
-            instance.prefilling += (pending_tokens > 0) - (hold.pending_tokens > 0)
+            self._count_prompt(instance, hold, -1)
             hold.pending_tokens = pending_tokens
+            self._count_prompt(instance, hold, 1)
             self.refresh(instance)
 
     @staticmethod

@@ -19,6 +19,10 @@ SETTLED_LATE = 32
 would be a long wait for the one that looks."""
 
 
+SEEN_AT_ONCE = 64
+"""Of those that wait, so many are looked at after a change before any more are."""
+
+
 class Dispatch:
     """Runs after each event, and does nothing unless room has changed since the last time."""
 
@@ -70,19 +74,36 @@ class Dispatch:
         return True
 
     def _place_fresh(self, queue: Queue) -> None:
-        """From the front; a few may overtake one that doesn't fit, until it has waited long."""
-        books = self._books
-        skipped = 0
-        while skipped <= books.policy.overtake:
-            starved_before_s = books.now_s - books.policy.starve_s
-            front = queue.next(skipped + 1, starved_before_s=starved_before_s)
-            if len(front) <= skipped:
+        """From the front; where prompts of a kind wait only for those of their kind before them, the other kind is
+        looked for further back."""
+        most = SEEN_AT_ONCE
+        while True:
+            front = queue.next(most, starved_before_s=self._books.now_s - self._books.policy.starve_s)
+            placed, goes_on = self._place_front(front, queue)
+            if not goes_on or len(front) < most:
                 return
-            wait = self._place(front[skipped])
-            if wait is not None:
-                if self._blocks_others(front[skipped], wait):
-                    return
+            most = SEEN_AT_ONCE if placed else 8 * most
+
+    def _place_front(self, front: list[Request], queue: Queue) -> tuple[int, bool]:
+        """How many of these were placed, and whether others may still be. A few may overtake one that doesn't fit,
+        until it has waited long."""
+        placed, skipped = 0, 0
+        in_line: set[bool] = set()
+        for request in front:
+            if request.short in in_line:
+                continue
+            wait = self._place(request)
+            if wait is None:
+                placed += 1
+            elif wait is place.Wait.LINE:
+                in_line.add(request.short)
+                if queue.kinds <= in_line:
+                    return placed, False
+            elif self._blocks_others(request, wait) or skipped == self._books.policy.overtake:
+                return placed, False
+            else:
                 skipped += 1
+        return placed, True
 
     def _blocks_others(self, request: Request, wait: place.Wait) -> bool:
         """One that waits for its turn does from the start: the others would take just that turn. It comes nearer by

@@ -89,7 +89,7 @@ class Capabilities:
 
     chunk_events: reports chunks before the seal · release: held KV can be freed on request · repull: an offer
     can be pulled twice · digests: blocks can be verified · seeded_resume: sampling is a function of (seed,
-    position).
+    position) · shorter_first: a short prompt does not wait for a long one that came before (see batching.due).
     """
 
     chunk_events: bool = True
@@ -97,6 +97,7 @@ class Capabilities:
     repull: bool = True
     digests: bool = True
     seeded_resume: bool = True
+    shorter_first: bool = True
 
 
 @message

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 
 from trtpd.runtime.core.requests import Request
@@ -31,6 +31,7 @@ class PriorityClass:
         self._finish: dict[str, float] = {}
         self._virtual = 0.0
         self._number = 0
+        self.shorts = 0
         self.tenants: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -46,10 +47,10 @@ class PriorityClass:
         """The virtual start of that tenant's next request."""
         return max(self._virtual, self._finish.get(tenant, 0.0))
 
-    def ahead_of(self, tenant: str) -> int:
-        """Prompt tokens of requests that would go before that tenant's next one."""
+    def ahead_of(self, tenant: str) -> Iterator[Request]:
+        """Requests that would go before that tenant's next one."""
         end = bisect_left(self._tags, (self.start_of(tenant), self._number + 1))
-        return sum(request.prompt_tokens for request in islice(self._members, end))
+        return islice(self._members, end)
 
     def add(self, request: Request, cost: float) -> None:
         tenant = request.arrived.tenant
@@ -61,6 +62,7 @@ class PriorityClass:
         self._tags.insert(index, request.tag)
         self._members.insert(index, request)
         self.tenants[tenant] += 1
+        self.shorts += request.short
         if len(self._finish) > TENANTS_KEPT:
             self._finish = {name: finish for name, finish in self._finish.items() if finish > self._virtual}
 
@@ -72,6 +74,7 @@ class PriorityClass:
         if served:
             self._virtual = max(self._virtual, request.tag[0])
         tenant = request.arrived.tenant
+        self.shorts -= request.short
         self.tenants[tenant] -= 1
         if not self.tenants[tenant]:
             del self.tenants[tenant]
@@ -101,6 +104,17 @@ class Queue:
         for priority in sorted(self.classes, reverse=True):
             yield from self.classes[priority]
 
+    @property
+    def kinds(self) -> set[bool]:
+        """Whether the prompts of its fresh requests are short: what there is of both kinds."""
+        found = set()
+        for members in self.classes.values():
+            if members.shorts:
+                found.add(True)
+            if members.shorts < len(members):
+                found.add(False)
+        return found
+
     def of_class(self, priority: int) -> PriorityClass:
         """It stays when it is empty, with what its tenants have had: there are as many as priorities."""
         found = self.classes.get(priority)
@@ -122,15 +136,17 @@ class Queue:
             found += first
         return (sorted(starved, key=lambda request: request.arrived_s) + found)[:most]
 
-    def tokens_ahead(self, priority: int, tenant: str) -> int:
-        """Prompt tokens that would be served before a new request of that class and tenant."""
-        found = sum(request.prompt_tokens for request in self.again.values())
+    def tokens_ahead(self, priority: int, tenant: str, *, most_tokens: int | None = None) -> int:
+        """Prompt tokens that would be served before a new request of that class and tenant; only of prompts of at most
+        `most_tokens`, if that is given."""
+        ahead: list[Iterable[Request]] = [self.again.values()]
         for level, members in self.classes.items():
             if level > priority:
-                found += sum(request.prompt_tokens for request in members)
+                ahead.append(members)
             elif level == priority:
-                found += members.ahead_of(tenant)
-        return found
+                ahead.append(members.ahead_of(tenant))
+        lengths = (request.prompt_tokens for requests in ahead for request in requests)
+        return sum(tokens for tokens in lengths if most_tokens is None or tokens <= most_tokens)
 
 
 class Backlog:

@@ -40,12 +40,16 @@ def forecast(arrived: Arrived, model: str, books: Books) -> Forecast:
     tables = books.cluster.prefillers(model)
     if not tables:
         return Forecast(wait_s=0.0, own_s=0.0, place_s=0.0)
-    queued, rate = _queued(tables)
     tokens = arrived.prompt_tokens
+    short = tokens <= books.policy.short_tokens
+    queued, rate = _queued(tables, short=short)
     own_s = min(tokens * table.stretch(tokens) / table.rates[1] for table in tables)
     queue = books.backlog.queues.get(model)
     ahead = len(queue) if queue is not None else 0
-    before = queue.tokens_ahead(arrived.priority, arrived.tenant) if queue is not None and ahead else 0
+    before = 0
+    if queue is not None and ahead:
+        most = books.policy.short_tokens if short and all(map(_shorter_first, tables)) else None
+        before = queue.tokens_ahead(arrived.priority, arrived.tenant, most_tokens=most)
     own_s += books.policy.handoff_s
     place_s = 0.0
     if arrived.ttft_s is not None or arrived.tpot_s is not None:
@@ -166,7 +170,12 @@ def backlog_s(books: Books, model: str) -> float:
     return (queued + books.backlog.tokens_of(model)) / rate if rate > 0.0 else 0.0
 
 
-def _queued(tables: Sequence[Table]) -> tuple[float, float]:
-    """Prompt tokens that wait at all instances there, and how many a second they compute together."""
-    queues = [table.queue() for table in tables]
+def _shorter_first(table: Table) -> bool:
+    """The instances of a table are of one build."""
+    return table.instances[0].hello.capabilities.shorter_first
+
+
+def _queued(tables: Sequence[Table], *, short: bool = False) -> tuple[float, float]:
+    """Prompt tokens before one more at all instances there, and how many a second they compute together."""
+    queues = [table.queue(short=short) for table in tables]
     return sum(waiting for waiting, _ in queues), sum(rate for _, rate in queues)

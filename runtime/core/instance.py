@@ -35,7 +35,8 @@ class Hold:
     will: what its KV holds, and how many tokens it is expected to write yet. `sent`: the instance was told
     (before that it is a credit, given back without a word). `seen`: the instance's own reports include it.
     `closing`: it was cancelled or withdrawn; `reminder` asks again if no answer comes. `moving`: KV of it is
-    on its way. `writes`: its tokens come, one message like the other.
+    on its way. `writes`: its tokens come, one message like the other. `short`: its prompt is, so that it doesn't wait
+    for long ones (see Capabilities.shorter_first).
     """
 
     instance: str
@@ -51,6 +52,7 @@ class Hold:
     closing: bool = False
     moving: bool = False
     writes: bool = False
+    short: bool = False
     reminder: Timer | None = None
 
     @property
@@ -71,7 +73,8 @@ class Instance:
     """One prefill, decode or mixed instance, with what was placed on it. Changed only by Cluster.
 
     `sequences`, `context_tokens` and `left_tokens` sum up those that decode here or will; `prefilling` are
-    holds with prompt tokens to compute; `flows` are transfers into or out of it. `factor` is how many times
+    holds with prompt tokens to compute, `short_prefilling` those of short prompts, which have `short_tokens` of the
+    `pending_tokens`; `flows` are transfers into or out of it. `factor` is how many times
     longer its steps take than predicted. `moves_out`: it drains, and what runs there is to go elsewhere.
     `host` is a number for its host; `jitter` decides between equals.
     """
@@ -100,6 +103,8 @@ class Instance:
         "reports",
         "row",
         "sequences",
+        "short_prefilling",
+        "short_tokens",
         "stale",
         "table",
         "unseen_blocks",
@@ -121,6 +126,8 @@ class Instance:
         self.unseen_blocks = 0
         self.pending_tokens = 0
         self.prefilling = 0
+        self.short_tokens = 0
+        self.short_prefilling = 0
         self.sequences = 0
         self.context_tokens = 0
         self.left_tokens = 0.0

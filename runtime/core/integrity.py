@@ -35,6 +35,11 @@ def _check_instance(books: Books, name: str, instance: Instance) -> None:
         "peak blocks": (instance.peak_blocks, sum(hold.blocks for hold in holds)),
         "pending tokens": (instance.pending_tokens, sum(hold.pending_tokens for hold in holds)),
         "prefilling": (instance.prefilling, sum(hold.pending_tokens > 0 for hold in holds)),
+        "short tokens": (instance.short_tokens, sum(hold.pending_tokens for hold in holds if hold.short)),
+        "short prefilling": (
+            instance.short_prefilling,
+            sum(hold.short and hold.pending_tokens > 0 for hold in holds),
+        ),
         "unseen blocks": (instance.unseen_blocks, sum(hold.blocks for hold in holds if not hold.seen)),
         "sequences": (instance.sequences, len(decoding)),
         "context tokens": (instance.context_tokens, sum(hold.context_tokens for hold in decoding)),
@@ -66,6 +71,7 @@ def _check_model_queue(model: str, queue: Queue) -> None:
     _require(tokens == queue.tokens, f"the queue of {model} counts {queue.tokens} tokens and holds {tokens}")
     for priority, members in queue.classes.items():
         tags = [request.tag for request in members]
+        _require(members.shorts == sum(r.short for r in members), f"class {priority} of {model} miscounts short ones")
         _require(tags == sorted(tags), f"class {priority} of {model} is out of order")
 
 

@@ -37,6 +37,8 @@ class Wait(StrEnum):
     PAUSED = "paused"
     TURN = "turn"
     """Only for a place in a batch that is full now."""
+    LINE = "line"
+    """Only because enough prompts of its kind, short or long, wait there already."""
 
 
 @message
@@ -108,6 +110,8 @@ class _View:
     exists: bool = False
     held_back: bool = False
     awaits_turn: bool = False
+    awaits_line: bool = False
+    awaits_room: bool = False
 
     def avoided(self, table: Table, unfit: Mask) -> Mask:
         """Adds those the request stays away from."""
@@ -122,13 +126,26 @@ class _View:
         scores, tokens = self._prefill(table, flow), self.work.prompt_tokens
         if not self.is_long and not self.request.avoid:
             found = shortlist(scores)
-            if table.bounds[0] >= tokens or _least(table.prefill_fits, found) >= tokens:
+            if table.bounds[0] >= tokens or _least(self._fits(table), found) >= tokens:
                 return found
-        unfit = self.avoided(table, table.prefill_fits < tokens)
+        unfit = self.avoided(table, self._fits(table) < tokens)
         if self.is_long:
             self.held_back = True
             unfit |= table.rate * table.wait_s > 1.0
-        return _fit(scores, unfit)
+        found = _fit(scores, unfit)
+        if not found:
+            self._note_line(table.room >= tokens)
+        return found
+
+    def _fits(self, table: Table) -> Floats:
+        return table.fits(short=self.work.short)
+
+    def _note_line(self, others: Mask) -> None:
+        """`others` would take it but for their lines. One that stays away from some says nothing of its kind."""
+        if others.any() and not self.request.avoid:
+            self.awaits_line = True
+        else:
+            self.awaits_room = True
 
     def _stretch(self, table: Table) -> float:
         return table.stretch(self.work.prompt_tokens)
@@ -167,7 +184,7 @@ class _View:
         """The best place where one instance does it all. `text` says why, if that isn't its role."""
         total = self.work.total_tokens
         self.exists = self.exists or table.can_hold(total)
-        unfit = self.avoided(table, (table.whole_fits < total) | (table.prefill_fits < total))
+        unfit = self.avoided(table, (table.whole_fits < total) | (self._fits(table) < total))
         scores = self._prefill(table) + score.decode(table, self.work)
         scores += score.disturbance(table, self.work, self.rules.weights, self._stretch(table))
         if not len(table):
@@ -175,7 +192,10 @@ class _View:
         scores[self._in_time(table, unfit, self.cluster.now_s)] = np.inf
         row = int(scores.argmin())
         score_s = scores.item(row) + extra_s
-        return [] if score_s == np.inf else [(score_s, table.instances[row], None, reason, text)]
+        if score_s < np.inf:
+            return [(score_s, table.instances[row], None, reason, text)]
+        self._note_line((table.whole_fits >= total) & (self._fits(table) < total))
+        return []
 
     def pairs_of(self, prefills: Table, decodes: Table) -> list[Candidate]:
         """The best pair of both shortlists, over links that are up."""
@@ -186,8 +206,10 @@ class _View:
         sources = self.sources(prefills, weight * flow_s)
         if not sources:
             return []
-        sinks = self.sinks(decodes, weight * flow_s, self._ready_at_s(prefills, sources[0][1]))
+        ready_at_s = self.cluster.now_s + score.prompt_s(prefills, sources[0][1], self.work)
+        sinks = self.sinks(decodes, weight * flow_s, ready_at_s)
         if not sinks:
+            self.awaits_room = True
             return []
         if hello.gpus or self.cluster.links_down:
             found = self._over_links(sources, sinks, prefills, decodes, near_s, far_s)
@@ -222,11 +244,6 @@ class _View:
                 if score_s < bound_s:
                     best, bound_s = (score_s, row, sink_row), score_s
         return best
-
-    def _ready_at_s(self, prefills: Table, row: int) -> float:
-        """When its prompt would be computed there."""
-        own_s = self.work.prompt_tokens * self._stretch(prefills) * prefills.token_s.item(row)
-        return float(self.cluster.now_s + prefills.wait_s.item(row) + own_s)
 
     def group(self, group: Group) -> list[Candidate]:
         """All ways to run it within one group."""
@@ -266,7 +283,9 @@ class _View:
             return Wait.NO_INSTANCE
         if self.awaits_turn:
             return Wait.TURN
-        return Wait.PAUSED if self.held_back or self._all_avoided() else Wait.NO_ROOM
+        if self.held_back or self._all_avoided():
+            return Wait.PAUSED
+        return Wait.LINE if self.awaits_line and not self.awaits_room else Wait.NO_ROOM
 
     def _all_avoided(self) -> bool:
         """Whether what it stays away from is all that keeps it from a place."""
@@ -329,8 +348,8 @@ def why(choice: Choice, work: Work) -> str:
     prefill, decode = choice.prefill, choice.decode
     place = f"local on {prefill.name}" if decode is None else f"pair {prefill.name}→{decode.name}"
     whole = prefill if decode is None else decode
-    table, row, hit = prefill.table, prefill.row, work.hits.get(prefill.name, 0)
-    wait_s = table.wait_s.item(row) + table.token_s.item(row) * (work.prompt_tokens - hit)
+    hit = work.hits.get(prefill.name, 0)
+    wait_s = score.prompt_s(prefill.table, prefill.row, work)
     step_s = whole.table.one_s.item(whole.row) + whole.table.each_s.item(whole.row) * whole.sequences
     kv = (whole.committed_blocks + whole.blocks_for(work.total_tokens)) / whole.hello.kv_blocks
     return (

@@ -33,7 +33,8 @@ class Policy:
                                   more
       local_tokens                prompts up to this size may be prefilled on decode in calm times, where moving their
                                   KV would cost more than it saves; 0: from rung 1 on only
-      short_tokens                the same from rung 1 of the ladder on
+      short_tokens                the same from rung 1 of the ladder on; and prompts up to this size don't wait for
+                                  longer ones where the engine computes shorter ones first
       long_tokens                 from rung 2 on prompts of this size leave the prefill pool to shorter ones,
       long_wait_s                 until they have waited so long
       handoff_s                   fixed part of what a hand-off costs its client

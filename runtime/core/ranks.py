@@ -22,7 +22,7 @@ Mask = npt.NDArray[np.bool_]
 REPORTS_PER_REFRESH = 8
 
 
-COLUMNS = 18
+COLUMNS = 20
 
 CAUTION = 1.1
 """By so much joined_s is longer than predicted: a full instance works at this bound, and half of its tokens would
@@ -62,7 +62,8 @@ class Table:
 
     capacity      longest sequence it could hold if it were empty; -1 while it takes nothing new
     room          longest sequence its free KV can take now; -1 while it takes nothing new
-    prefill_fits  longest prompt it can take now: room, or -1 while enough prompt waits there already
+    prefill_fits  longest prompt it can take now: room, or -1 while enough prompt waits there already: of long ones
+                  only, where short ones don't wait for them · short_fits: the same of a short prompt
     whole_fits    longest sequence it can take now: room, or -1 while its batch is promised
     rate          prompt tokens a second, 0 while it takes nothing new
     sequences     that decode there or will · left: tokens they will write yet, all together
@@ -71,7 +72,8 @@ class Table:
     joined_s      a step once one more has joined; 0 while there is none, where no target forbids it
     free_at_s     the instant at which its batch has a place for one more; 0 while it has
 
-    wait_s        seconds of prompts that wait there · token_s: seconds per prompt token
+    wait_s        seconds of prompts that wait there · short_wait_s: those before a short one
+    token_s       seconds per prompt token
 
     `decode_terms` and `prefill_terms` are columns that a score is a weighted sum of: see score.py. `hosts` are the
     numbers of the instances' hosts.
@@ -90,7 +92,7 @@ class Table:
         self._rates: tuple[float, float] | None = None
         self._data: Floats = np.zeros((COLUMNS, 8))
         self._decode_weights: Floats = np.zeros(5)
-        self._prefill_weights: Floats = np.zeros(3)
+        self._prefill_weights: Floats = np.zeros(4)
         self._view()
 
     def __len__(self) -> int:
@@ -103,8 +105,9 @@ class Table:
         self.capacity, self.room, self.prefill_fits, self.whole_fits, self.rate = data[0:5]
         self.sequences, self.left, self.one_s, self.each_s, self.joined_s, self.free_at_s = data[5:11]
         self.decode_terms: Floats = data[11:16]
-        self.prefill_terms: Floats = data[15:18]
-        self.flows, self.wait_s, self.token_s = data[15:18]
+        self.prefill_terms: Floats = data[15:19]
+        self.flows, self.wait_s, self.token_s, self.short_wait_s = data[15:19]
+        self.short_fits = data[19]
         self._bounds: tuple[float, float, float] | None = None
         self._scores: Floats = np.zeros((2, len(self.instances)))
         self._decode_scores, self._prefill_scores = self._scores
@@ -139,17 +142,17 @@ class Table:
         return self._costs.stretch(self.instances[0].hello, self.role, tokens) if self.instances else 1.0
 
     def refresh(self, instance: Instance, now_s: float) -> bool:
-        """Brings its row up to date. True if it can be given prompts that it could not be given before."""
+        """Brings its row up to date. True if it can be given prompts of a kind that it could not be given before."""
         row, found = instance.row, self._row(instance, now_s)
         if (found[0] >= 0.0) != (self.capacity.item(row) >= 0.0):
             self.open += 1 if found[0] >= 0.0 else -1
             self._longest = None
         if found[4] != self.rate.item(row):
             self._rates = None
-        was_full = self.prefill_fits.item(row) < 0.0
-        self._rebound(row, found[2], found[3], found[9])
+        long_full, short_full = self.prefill_fits.item(row) < 0.0, self.short_fits.item(row) < 0.0
+        self._rebound(row, min(found[2], found[19]), found[3], found[9])
         self._data[:, row] = found
-        return was_full and found[2] >= 0.0
+        return (long_full and found[2] >= 0.0) or (short_full and found[19] >= 0.0)
 
     def _row(self, instance: Instance, now_s: float) -> tuple[float, ...]:
         """Its row as it should be, column by column."""
@@ -175,7 +178,14 @@ class Table:
         step_s = one_s + each_s * met
         kv, kv_token = (instance.context_tokens + instance.left_tokens) / kv_tokens, 1.0 / kv_tokens
         crowd = limits.batch_s * (placed + 1) / hello.max_batch
-        prefill_fits = fits if wait_s <= limits.ahead_s or instance.prefilling < ahead else -1.0
+        prefilling, longs_s, short_s, shorts = instance.prefilling, wait_s, wait_s, instance.prefilling
+        if hello.capabilities.shorter_first:
+            shorts, short_s = instance.short_prefilling, instance.short_tokens * token_s
+            prefilling, longs_s = prefilling - shorts, wait_s - short_s
+            if longs_s > 0.0:  # a chunk under way is not interrupted
+                short_s += min(instance.load.step_s, longs_s)
+        prefill_fits = fits if longs_s <= limits.ahead_s or prefilling < ahead else -1.0
+        short_fits = fits if short_s <= limits.ahead_s or shorts < ahead else -1.0
         whole_fits = fits if placed < limits.placed_per_batch * hello.max_batch else -1.0
         return (
             instance.capacity_tokens if is_open else -1.0,
@@ -196,6 +206,8 @@ class Table:
             instance.flows,
             wait_s + instance.jitter,
             token_s,
+            short_s + instance.jitter,
+            short_fits,
         )
 
     def _rebound(self, row: int, prefill_fits: float, whole_fits: float, joined_s: float) -> None:
@@ -204,7 +216,7 @@ class Table:
             return
         least_prefill, least_whole, most_s = self._bounds
         if (
-            (self.prefill_fits.item(row) <= least_prefill < prefill_fits)
+            (min(self.prefill_fits.item(row), self.short_fits.item(row)) <= least_prefill < prefill_fits)
             or (self.whole_fits.item(row) <= least_whole < whole_fits)
             or (self.joined_s.item(row) >= most_s > joined_s)
         ):
@@ -214,10 +226,11 @@ class Table:
 
     @property
     def bounds(self) -> tuple[float, float, float]:
-        """What every instance keeps: the least of `prefill_fits` and of `whole_fits`, and the most of `joined_s`. The
-        table must not be empty."""
+        """What every instance keeps: the least of `prefill_fits` and `short_fits` and of `whole_fits`, and the most of
+        `joined_s`. The table must not be empty."""
         if self._bounds is None:
-            self._bounds = float(self.prefill_fits.min()), float(self.whole_fits.min()), float(self.joined_s.max())
+            least_prefill = min(float(self.prefill_fits.min()), float(self.short_fits.min()))
+            self._bounds = least_prefill, float(self.whole_fits.min()), float(self.joined_s.max())
         return self._bounds
 
     def weigh_decode(self, tpot: float, one: float, grows: float, flow: float) -> Floats:
@@ -227,10 +240,21 @@ class Table:
         found: Floats = weights.dot(self.decode_terms, self._decode_scores)
         return found
 
-    def weigh_prefill(self, flow: float, wait: float, token: float) -> Floats:
+    def waits_s(self, *, short: bool) -> Floats:
+        """Seconds of the prompts before one more."""
+        found: Floats = self.short_wait_s if short else self.wait_s
+        return found
+
+    def fits(self, *, short: bool) -> Floats:
+        """The longest prompt of its kind that each can take now."""
+        found: Floats = self.short_fits if short else self.prefill_fits
+        return found
+
+    def weigh_prefill(self, flow: float, wait: float, token: float, *, short: bool) -> Floats:
         """The sum of `prefill_terms` so weighted, for each instance: the caller's until it asks again."""
         weights = self._prefill_weights
-        weights[0], weights[1], weights[2] = flow, wait, token
+        weights[0], weights[2] = flow, token
+        weights[1], weights[3] = (0.0, wait) if short else (wait, 0.0)
         found: Floats = weights.dot(self.prefill_terms, self._prefill_scores)
         return found
 
@@ -256,6 +280,6 @@ class Table:
             self._rates = (float(self.rate.sum()), float(self.rate.max())) if self.instances else (0.0, 0.0)
         return self._rates
 
-    def queue(self) -> tuple[float, float]:
-        """(prompt tokens that wait at those that serve, their prompt tokens a second together)."""
-        return float(np.dot(self.wait_s, self.rate)), self.rates[0]
+    def queue(self, *, short: bool = False) -> tuple[float, float]:
+        """(prompt tokens before one more at those that serve, their prompt tokens a second together)."""
+        return float(np.dot(self.waits_s(short=short), self.rate)), self.rates[0]

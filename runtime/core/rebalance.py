@@ -85,7 +85,7 @@ class Rebalancer:
         self._wanted: tuple[str, str] | None = None
         self._since_s = 0.0
         self._said: tuple[str, str] | None = None
-        self._said_of: Pools | None = None
+        self._said_at: tuple[int, int] | None = None
 
     def propose(self, now_s: float, pools: Pools, *, backlog_tokens: int) -> Proposal | None:
         """What should change now. `backlog_tokens`: prompt tokens that wait in the router."""
@@ -97,14 +97,12 @@ class Rebalancer:
             self._wanted, self._since_s = wanted, now_s
             if found is not None and self._said is not None and found.role != self._said[1]:
                 self._said = None
-        heeded = self._said_of is not None and (pools.prefill, pools.decode) != (
-            self._said_of.prefill,
-            self._said_of.decode,
-        )
+        split = (pools.prefill, pools.decode)
+        heeded = self._said_at is not None and split != self._said_at
         again = heeded and wanted is not None and wanted == self._said and wanted[0] == "switch"
         if found is None or now_s - self._since_s < self._after_s * (NEXT if again else 1.0):
             return None
-        self._said, self._said_of, self._since_s = wanted, pools, now_s
+        self._said, self._said_at, self._since_s = wanted, split, now_s
         return found
 
     def _best(self, pools: Pools, backlog_tokens: int) -> Proposal | None:

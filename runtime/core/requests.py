@@ -56,7 +56,7 @@ class Attempt:
 
 class Request:
     """One request in flight. `left_tokens`: the output still to expect when it was last placed; `tag`: its place in
-    the fair order; `patience` ends it if it waits too long for its first place."""
+    the fair order; `patience` ends it if it waits too long for its first place; `short`: the user's prompt is."""
 
     __slots__ = (
         "arrived",
@@ -73,13 +73,14 @@ class Request:
         "model",
         "patience",
         "rejects",
+        "short",
         "state",
         "tag",
         "timeline",
         "transfer_failures",
     )
 
-    def __init__(self, arrived: Arrived, model: str, now_s: float) -> None:
+    def __init__(self, arrived: Arrived, model: str, now_s: float, *, short: bool = False) -> None:
         self.arrived = arrived
         self.model = model
         self.state = State.QUEUED
@@ -96,6 +97,7 @@ class Request:
         self.patience: Timer | None = None
         self.left_tokens = float(arrived.max_tokens)
         self.tag = (0.0, 0)
+        self.short = short
         self.arrived_s = now_s
         self.timeline = Timeline(request_id=arrived.request_id, prompt_tokens=arrived.prompt_tokens)
         self.timeline.mark(Instant.ARRIVED, now_s)

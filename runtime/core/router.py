@@ -162,7 +162,8 @@ class RouterCore:
         if refuse is not None:
             books.refuse(refuse)
             return
-        request = Request(event, model, books.now_s)
+        short = event.prompt_tokens <= books.policy.short_tokens
+        request = Request(event, model, books.now_s, short=short)
         books.open(request, self._deadline)
         request.patience = books.timers.at(books.now_s + books.policy.queue_s, lambda: self._impatient(request))
         if event.deadline_s <= books.now_s:

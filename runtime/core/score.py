@@ -59,13 +59,14 @@ TPOT_USUAL_S = 0.05
 @message
 class Work:
     """One request as the score sees it. `left_tokens`: the output to expect of it. `hits`: prompt tokens that
-    instances should hold in their prefix caches."""
+    instances should hold in their prefix caches. `short`: its prompt is (see Policy.short_tokens)."""
 
     prompt_tokens: int
     total_tokens: int
     left_tokens: float
     tpot_s: float | None
     hits: dict[str, int]
+    short: bool = False
 
 
 def prefill(table: Table, work: Work, weights: Weights, stretch: float, flow: float = 0.0) -> Floats:
@@ -76,12 +77,19 @@ def prefill(table: Table, work: Work, weights: Weights, stretch: float, flow: fl
     for its cache. The caller's until it asks again for one of this table.
     """
     ttft_s = weights.ttft_s
-    found = table.weigh_prefill(flow, ttft_s, ttft_s * work.prompt_tokens * stretch)
+    found = table.weigh_prefill(flow, ttft_s, ttft_s * work.prompt_tokens * stretch, short=work.short)
     for name, hit in work.hits.items():
         row = row_of(table, name)
         if row is not None:
             found[row] -= (ttft_s + weights.prefix_s) * table.token_s[row] * stretch * hit
     return found
+
+
+def prompt_s(table: Table, row: int, work: Work) -> float:
+    """Seconds until its prompt would be computed there: those before it, and its own less what a cache should hold."""
+    own_tokens = work.prompt_tokens - work.hits.get(table.instances[row].name, 0)
+    stretch = table.stretch(work.prompt_tokens)
+    return float(table.waits_s(short=work.short).item(row) + own_tokens * stretch * table.token_s.item(row))
 
 
 def row_of(table: Table, name: str) -> int | None:

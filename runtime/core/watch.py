@@ -9,11 +9,35 @@ from trtpd.runtime.core.events import Arrived, SwitchRole
 from trtpd.runtime.core.instance import Instance
 from trtpd.runtime.core.lifecycle import State
 from trtpd.runtime.core.moves import Moves
+from trtpd.runtime.core.ranks import CAUTION
 from trtpd.runtime.core.rebalance import Pools, Proposal, Rebalancer
 from trtpd.runtime.core.recovery import Recovery
 from trtpd.runtime.core.score import TPOT_USUAL_S
 
 LOOK_S = 0.25
+
+TARGET_RATE = 0.1
+"""Share of the way the usual target goes to that of one request."""
+
+
+class _Usual:
+    """What requests of one model usually ask for; None while none has."""
+
+    __slots__ = ("tpot_s", "ttft_s")
+
+    def __init__(self) -> None:
+        self.ttft_s: float | None = None
+        self.tpot_s: float | None = None
+
+    def note(self, event: Arrived) -> None:
+        self.ttft_s = _towards(self.ttft_s, event.ttft_s)
+        self.tpot_s = _towards(self.tpot_s, event.tpot_s)
+
+
+def _towards(usual_s: float | None, one_s: float | None) -> float | None:
+    if usual_s is None or one_s is None:
+        return usual_s if one_s is None else one_s
+    return usual_s + TARGET_RATE * (one_s - usual_s)
 
 
 class Watch:
@@ -24,15 +48,13 @@ class Watch:
         self._recovery = recovery
         self._moves = Moves(books)
         self._armed = False
-        self._targets_s: dict[str, float] = {}
+        self._usual: dict[str, _Usual] = {}
         self.rebalancers: dict[str, Rebalancer] = {}
 
     def arrived(self, event: Arrived, model: str, *, admitted: bool) -> None:
         """Every arrival that is well-formed, admitted or not."""
         books, policy = self._books, self._books.policy
-        if event.ttft_s is not None:
-            former_s = self._targets_s.setdefault(model, event.ttft_s)
-            self._targets_s[model] = former_s + 0.1 * (event.ttft_s - former_s)
+        self._usual_of(model).note(event)
         rebalancer = self.rebalancers.get(model)
         if rebalancer is None:
             rebalancer = Rebalancer(after_s=policy.rebalance_s, gain=policy.rebalance_gain)
@@ -40,6 +62,12 @@ class Watch:
         expected = books.lengths_of(model).left(0, event.max_tokens)
         rebalancer.offered.note(books.now_s, event.prompt_tokens, expected, in_time=admitted)
         self.arm()
+
+    def _usual_of(self, model: str) -> _Usual:
+        found = self._usual.get(model)
+        if found is None:
+            found = self._usual[model] = _Usual()
+        return found
 
     def arm(self) -> None:
         if not self._armed:
@@ -78,7 +106,7 @@ class Watch:
     def _pressure(self, model: str) -> Pressure:
         """The worst that bears on `model` now."""
         books = self._books
-        target_s = self._targets_s.get(model, books.policy.patience_s)
+        target_s = self._usual_of(model).ttft_s or books.policy.patience_s
         queue = books.backlog.queues.get(model)
         waiting = len(queue) if queue is not None else 0
         found = [Pressure(value=forecast.backlog_s(books, model) / target_s, reason="prefill_backlog")]
@@ -141,19 +169,12 @@ class Watch:
                 prefill=group.prefill.open,
                 decode=group.decode.open,
                 prefill_tokens_per_s=float(rates.mean()),
-                decode_tokens_per_s=self._decode_rate(group.decode.instances[0]),
+                decode_tokens_per_s=decode_rate(group.decode.instances[0], self._usual_of(model).tpot_s),
             )
             found = rebalancer.propose(books.now_s, pools, backlog_tokens=books.backlog.tokens_of(model))
             if found is not None:
                 self._propose(found, group.decode.instances if found.role == "prefill" else group.prefill.instances)
             return
-
-    def _decode_rate(self, instance: Instance) -> float:
-        """Tokens a second of a batch as large as the usual TPOT allows."""
-        table, row, most = instance.table, instance.row, instance.hello.max_batch
-        one_s, each_s = float(table.one_s[row]), float(table.each_s[row])
-        batch = most if each_s <= 0.0 else min(float(most), max(1.0, 1.0 + (TPOT_USUAL_S - one_s) / each_s))
-        return batch / (one_s + each_s * (batch - 1.0))
 
     def _propose(self, found: Proposal, candidates: list[Instance]) -> None:
         """Says it; with `elastic`, asks the instance with the least to lose to switch."""
@@ -166,3 +187,13 @@ class Watch:
         if len(usable) > 1:
             chosen = min(usable, key=lambda instance: (instance.left_tokens + instance.pending_tokens, instance.name))
             books.say(SwitchRole(instance=chosen.name, role=found.role))
+
+
+def decode_rate(instance: Instance, tpot_s: float | None) -> float:
+    """Tokens a second of the largest batch that keeps the TPOT target, by as much as admission wants it kept (CAUTION);
+    without a target, TPOT_USUAL_S or twice the step of one sequence, whichever is more."""
+    table, row, most = instance.table, instance.row, instance.hello.max_batch
+    one_s, each_s = float(table.one_s[row]), float(table.each_s[row])
+    target_s = max(TPOT_USUAL_S, 2.0 * one_s) if tpot_s is None else tpot_s / CAUTION
+    batch = most if each_s <= 0.0 else min(float(most), max(1.0, 1.0 + (target_s - one_s) / each_s))
+    return batch / (one_s + each_s * (batch - 1.0))

@@ -5,11 +5,22 @@ Engines and simulated workers plan with the same function; only what executes th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from heapq import merge
 
 from trtpd.errors import EngineError
 from trtpd.runtime.engine.base import Key
+
+OVERTAKEN = 2
+"""A prompt may be overtaken by shorter ones until so many times its own tokens were computed since it came."""
+
+
+def due(computed_tokens: int, prompt_tokens: int) -> int:
+    """A prompt's place in the line, the smallest first, of one that comes when the engine has computed so many prompt
+    tokens in all: a deadline in proportion to its length. One that comes later goes first only if it is shorter by
+    more than has been computed since; nothing that comes once OVERTAKEN times its own length was computed does."""
+    return computed_tokens + OVERTAKEN * prompt_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,25 +46,27 @@ class StepLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefilling:
-    """An admitted sequence: KV of `done_tokens` of its `prompt_tokens` is there."""
+    """An admitted sequence: KV of `done_tokens` of its `prompt_tokens` is there. `due`: see there."""
 
     key: Key
     prompt_tokens: int
     done_tokens: int
+    due: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
-    """A sequence not admitted yet. `peak_blocks` is the most it can ever need."""
+    """A sequence not admitted yet. `peak_blocks` is the most it can ever need. `due`: see there."""
 
     key: Key
     prompt_tokens: int
     peak_blocks: int
+    due: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanState:
-    """What the planner sees. All in the order of arrival.
+    """What the planner sees. Decoding and joining in the order of arrival, the others by when they are due.
 
     `joining` have their KV (it came by transfer) and wait only for a place. `available_blocks` are neither
     held nor promised to a running sequence's growth.
@@ -95,10 +108,10 @@ class StepPlan:
 
 
 def plan_step(state: PlanState, limits: StepLimits) -> StepPlan:
-    """Decodes first, then prompts under way, then new ones, first come first served.
+    """Decodes first, then prompts in the order in which they are due, those under way before new ones.
 
     A sequence is admitted only with room for its peak, so that a running one never dies for lack of blocks.
-    The first in line that does not fit stops those behind it.
+    The first in line that does not fit stops the new ones behind it.
     """
     places = limits.max_running - len(state.decoding) - len(state.prefilling)
     joined = tuple(state.joining[: max(places, 0)])
@@ -106,23 +119,26 @@ def plan_step(state: PlanState, limits: StepLimits) -> StepPlan:
     decodes = (*state.decoding, *joined)
     budget = limits.max_step_tokens - len(decodes)
     prefills: list[PrefillPart] = []
-    for sequence in state.prefilling:
-        if budget > 0:
-            prefills.append(_part(sequence.key, sequence.done_tokens, sequence.prompt_tokens, budget, limits))
-            budget -= prefills[-1].tokens
     admitted: list[Key] = []
-    blocks, short_blocks = state.available_blocks, 0
-    for candidate in state.waiting:
-        if candidate.peak_blocks > blocks:
-            short_blocks = candidate.peak_blocks
-            break
-        if places <= 0 or budget <= 0:
-            break
-        prefills.append(_part(candidate.key, 0, candidate.prompt_tokens, budget, limits))
-        admitted.append(candidate.key)
-        budget -= prefills[-1].tokens
-        blocks -= candidate.peak_blocks
-        places -= 1
+    blocks, short_blocks, stopped = state.available_blocks, 0, False
+    line: Iterable[Prefilling | Waiting] = merge(state.prefilling, state.waiting, key=_due_of)
+    for sequence in line:
+        if isinstance(sequence, Prefilling):
+            done_tokens = sequence.done_tokens
+        elif stopped:
+            continue
+        elif sequence.peak_blocks > blocks:
+            short_blocks, stopped = sequence.peak_blocks, True
+            continue
+        elif places <= 0 or budget <= 0:
+            stopped = True
+            continue
+        else:
+            admitted.append(sequence.key)
+            done_tokens, places, blocks = 0, places - 1, blocks - sequence.peak_blocks
+        if budget > 0:
+            prefills.append(_part(sequence.key, done_tokens, sequence.prompt_tokens, budget, limits))
+            budget -= prefills[-1].tokens
     return StepPlan(
         decodes=decodes,
         prefills=tuple(prefills),
@@ -130,6 +146,10 @@ def plan_step(state: PlanState, limits: StepLimits) -> StepPlan:
         admitted=tuple(admitted),
         short_blocks=short_blocks,
     )
+
+
+def _due_of(sequence: Prefilling | Waiting) -> int:
+    return sequence.due
 
 
 def _part(key: Key, done_tokens: int, prompt_tokens: int, budget: int, limits: StepLimits) -> PrefillPart:

@@ -10,7 +10,7 @@ from itertools import islice
 from trtpd.errors import InternalError
 from trtpd.runtime.core.events import FinishReason, Load
 from trtpd.runtime.engine.base import EngineRequest, Key, RequestKind
-from trtpd.runtime.engine.batching import PlanState, Prefilling, Waiting
+from trtpd.runtime.engine.batching import PlanState, Prefilling, Waiting, due
 from trtpd.runtime.engine.paging import EngineKV
 from trtpd.runtime.engine.penalties import History
 from trtpd.runtime.engine.sampling import needs_history
@@ -31,10 +31,10 @@ class Stage(Enum):
 class Running:
     """One request. `ids` are the prompt and what followed; the KV of the first `done_tokens` of them is there.
 
-    `number` counts requests as they came. `context_tokens`: so many tokens are computed before the next is drawn: the
-    prompt's, and after a preemption all there are. `cached_tokens` of the prompt were found in the prefix cache, None
-    before its admission. `hashes` are those of its first full blocks, as far as they were needed; of `published` of
-    these others may find the KV.
+    `number` counts requests as they came; `due`: see batching.due. `context_tokens`: so many tokens are computed before
+    the next is drawn: the prompt's, and after a preemption all there are. `cached_tokens` of the prompt were found in
+    the prefix cache, None before its admission. `hashes` are those of its first full blocks, as far as they were
+    needed; of `published` of these others may find the KV.
     """
 
     request: EngineRequest
@@ -43,6 +43,7 @@ class Running:
     peak_tokens: int
     number: int
     context_tokens: int
+    due: int = 0
     cached_tokens: int | None = None
     hashes: list[bytes] = field(default_factory=list)
     published: int = 0
@@ -85,6 +86,10 @@ class Running:
         return "length" if full or self.next_index >= self.request.max_tokens else None
 
 
+def _by_due(sequences: Iterable[Running]) -> list[Running]:
+    return sorted(sequences, key=lambda sequence: (sequence.due, sequence.number))
+
+
 def _running(request: EngineRequest, *, peak_tokens: int, number: int) -> Running:
     ids = list(request.prompt_ids)
     sequence = Running(request, ids, 0, peak_tokens, number, len(ids))
@@ -101,6 +106,7 @@ class SequenceTable:
         self._kv = kv
         self._stages: dict[Stage, dict[Key, Running]] = {stage: {} for stage in Stage}
         self._queued_tokens = 0
+        self._computed_tokens = 0
         self._number = 0
         self._preemptions = 0
 
@@ -123,7 +129,8 @@ class SequenceTable:
         self._number += 1
         sequence = _running(request, peak_tokens=peak_tokens, number=self._number)
         if request.kind is not RequestKind.GENERATION_ONLY:
-            self._stages[Stage.WAITING][request.key] = sequence
+            sequence.due = due(self._computed_tokens, sequence.context_tokens)
+            self._line_up(sequence)
             self._queued_tokens += sequence.context_tokens
             return
         assert request.first_token is not None, "check_request lets no generation_only pass without"
@@ -132,6 +139,14 @@ class SequenceTable:
         self._stages[Stage.JOINING][request.key] = sequence
         sequence.done_tokens, sequence.cached_tokens = sequence.prompt_tokens, 0
         self._publish(sequence)
+
+    def _line_up(self, sequence: Running) -> None:
+        """Puts it among those that wait, where it is due."""
+        waiting = self._stages[Stage.WAITING]
+        last = next(reversed(waiting.values()), None)
+        waiting[sequence.key] = sequence
+        if last is not None and (sequence.due, sequence.number) < (last.due, last.number):
+            self._stages[Stage.WAITING] = {s.key: s for s in _by_due(waiting.values())}
 
     def admit(self, key: Key) -> Running:
         """Gives a waiting request its blocks, those that hold the beginning of its tokens already among them; the
@@ -159,6 +174,7 @@ class SequenceTable:
 
     def computed(self, sequence: Running, tokens: int) -> None:
         """The KV of `tokens` more tokens is there, and final: others may share what full blocks it fills."""
+        self._computed_tokens += min(tokens, sequence.uncomputed_tokens)
         self._advance(sequence, tokens)
         self._publish(sequence)
 
@@ -195,16 +211,15 @@ class SequenceTable:
             yield from (sequence for sequence in self._stages[stage].values() if sequence.preemptible)
 
     def _preempt(self, victim: Running) -> None:
-        """Its tokens stay, its KV goes; it waits for blocks before all that came later."""
+        """Its tokens stay, its KV goes; it waits for blocks before all that were never preempted."""
         for stage in (Stage.PREFILLING, Stage.JOINING, Stage.DECODING):
             self._stages[stage].pop(victim.key, None)
         self._kv.release(victim.key)
         self._preemptions += 1
         self._queued_tokens += len(victim.ids) - victim.uncomputed_tokens
         victim.done_tokens = victim.published = 0
-        victim.context_tokens = len(victim.ids)
-        waiting = [*self._stages[Stage.WAITING].values(), victim]
-        self._stages[Stage.WAITING] = {s.key: s for s in sorted(waiting, key=lambda s: s.number)}
+        victim.context_tokens, victim.due = len(victim.ids), 0
+        self._line_up(victim)
 
     def retire(self, key: Key) -> None:
         """Forgets a request and frees what it has."""
@@ -231,13 +246,14 @@ class SequenceTable:
         return sum(self._kv.outgrows_promise(sequence.key, sequence.peak_tokens) for sequence in running)
 
     def plan_state(self, *, waiting_at_most: int) -> PlanState:
-        prefilling = self._stages[Stage.PREFILLING].values()
+        prefilling = _by_due(self._stages[Stage.PREFILLING].values())
         available_blocks = self._kv.available_blocks - self.growing_blocks
         return PlanState(
             decoding=tuple(self._stages[Stage.DECODING]),
             joining=tuple(self._stages[Stage.JOINING]),
             prefilling=[
-                Prefilling(key=s.key, prompt_tokens=s.context_tokens, done_tokens=s.done_tokens) for s in prefilling
+                Prefilling(key=s.key, prompt_tokens=s.context_tokens, done_tokens=s.done_tokens, due=s.due)
+                for s in prefilling
             ],
             waiting=list(self._first_in_line(waiting_at_most, available_blocks)),
             available_blocks=available_blocks,
@@ -249,7 +265,7 @@ class SequenceTable:
             tokens = sequence.context_tokens
             peak_tokens, shared = max(tokens, sequence.peak_tokens), self._cached(sequence)
             blocks = self._kv.needed_blocks(tokens=tokens, peak_tokens=peak_tokens, shared=shared)
-            yield Waiting(key=sequence.key, prompt_tokens=tokens, peak_blocks=blocks)
+            yield Waiting(key=sequence.key, prompt_tokens=tokens, peak_blocks=blocks, due=sequence.due)
             available_blocks -= blocks
             if available_blocks < 0:
                 return

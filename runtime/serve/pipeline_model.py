@@ -184,6 +184,7 @@ class _Scheduler(msgspec.Struct, frozen=True):
     max_queue: int
     refuse_late: bool = True
     local_prompt_tokens: int = 0
+    short_prompt_tokens: int = 256
     held_kv: float = 0.5
     tenants: dict[str, float] = {}
     weights: dict[str, float] = {}
@@ -248,6 +249,7 @@ def policy_of(manifest: Manifest) -> Policy:
         queue_limit=scheduler.max_queue,
         refuse_late=scheduler.refuse_late,
         local_tokens=scheduler.local_prompt_tokens,
+        short_tokens=scheduler.short_prompt_tokens,
         held_watermark=scheduler.held_kv,
         tenant_weights=scheduler.tenants,
         elastic=is_elastic(manifest),

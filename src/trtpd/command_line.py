@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NoReturn, TypeAlias
 
 from trtpd import __version__, argument_types, commands, console, perf_cli, profile_cli
+from trtpd.build.accuracy_text import KL_BOUND_NATS
 from trtpd.console import say
 from trtpd.errors import TrtpdError
 
@@ -25,9 +26,6 @@ class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpF
     def _get_help_string(self, action: argparse.Action) -> str | None:
         unset = action.default in (None, False, argparse.SUPPRESS) or action.default == []
         return action.help if unset else super()._get_help_string(action)
-
-
-_KL_BOUND_NATS = 0.1
 
 
 class UsageError(Exception):
@@ -222,10 +220,10 @@ def _build(subs: Subparsers) -> None:
         "--tune-precision",
         type=argument_types.nats,
         nargs="?",
-        const=_KL_BOUND_NATS,
+        const=KL_BOUND_NATS,
         metavar="KL",
         help=f"let --tune choose each role's precision too, where the file leaves it auto: of those whose measured KL "
-        f"divergence from f32 is at most KL nats ({_KL_BOUND_NATS} if not given)",
+        f"divergence from f32 is at most KL nats ({KL_BOUND_NATS} if not given)",
     )
     sub.add_argument(
         "--no-accuracy", action="store_true", help="don't measure how far narrow weights are from f32 (about 10 s each)"

@@ -24,6 +24,8 @@ import pytest
 from trtpd_testing.faults import OWN_SHM, Asking, Meddler, flip_kv, full_shm, rank_pid, stopped
 from trtpd_testing.harness import Answer, Server, ask, nothing_is_held, serving
 
+from trtpd.perf.served import free_port
+
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root and unshare"),
@@ -297,9 +299,7 @@ def test_control_messages_lost_and_repeated_cost_no_token(
     make_build: Callable[..., Path], tmp_path: Path, path: str, tp: int
 ) -> None:
     build = build_of(make_build, path, tp)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        router = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    router = f"tcp://127.0.0.1:{free_port()}"
     instances = ("--only", "prefill_0,decode_0,decode_1", "--router")
     with (
         Meddler(router) as meddler,

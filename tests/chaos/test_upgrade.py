@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -12,17 +11,13 @@ from pathlib import Path
 import pytest
 from trtpd_testing.harness import Answer, Server, ask, serving
 
+from trtpd.perf.served import free_port
+
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 POOLS = {"prefill": {"instances": 1, "kv_tokens": 16384}, "decode": {"instances": 1, "kv_tokens": 16384}}
 STAGES = "prefill_0,decode_0"
 STREAMS, TOKENS = 6, 60
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 class Clients:
@@ -64,17 +59,16 @@ def test_a_new_build_takes_over_under_load_without_a_lost_request_or_a_pair_acro
     with ExitStack() as stack:
         old_stages = stack.enter_context(serving(old, tmp_path / "old.log", "--only", STAGES, *router))
         server = stack.enter_context(serving(old, tmp_path / "pd.log", "--only", "pd", *router))
-        clients = stack.enter_context(Clients(server))
-        clients.wait_for_more(STREAMS)
-        stack.enter_context(serving(new, tmp_path / "new.log", "--only", STAGES, "--tag", "v2", *router))
-        both = server.until(lambda s: {"prefill_0.v2", "decode_0.v2"} <= s["instances"].keys())
-        assert all(one["state"] == "ready" for one in both["instances"].values())
-        clients.wait_for_more(STREAMS)
-        assert old_stages.stop() == 0
-        gone = server.until(lambda s: s["instances"]["decode_0"]["state"] == "lost")
-        assert gone["instances"]["decode_0.v2"]["state"] == "ready"
-        clients.wait_for_more(2 * STREAMS)
-        clients.__exit__()
+        with Clients(server) as clients:
+            clients.wait_for_more(STREAMS)
+            stack.enter_context(serving(new, tmp_path / "new.log", "--only", STAGES, "--tag", "v2", *router))
+            both = server.until(lambda s: {"prefill_0.v2", "decode_0.v2"} <= s["instances"].keys())
+            assert all(one["state"] == "ready" for one in both["instances"].values())
+            clients.wait_for_more(STREAMS)
+            assert old_stages.stop() == 0
+            gone = server.until(lambda s: s["instances"]["decode_0"]["state"] == "lost")
+            assert gone["instances"]["decode_0.v2"]["state"] == "ready"
+            clients.wait_for_more(2 * STREAMS)
         failed = [answer.error for answer in clients.answers if answer.error or len(answer.ids) != TOKENS]
         assert failed == []
         attempts = [one for answer in clients.answers for one in answer.timeline["attempts"] if one["decode"]]

@@ -11,16 +11,22 @@ from trtpd_testing.fake_servers import fake_openai
 
 from trtpd.build.manifest import MANIFEST, read_manifest
 from trtpd.errors import InputError
-from trtpd.perf import compare as room
-from trtpd.perf import compare_report, interference
+from trtpd.perf import compare_points, compare_report, compare_targets, interference
 from trtpd.perf.bench import Target
-from trtpd.perf.client_health import LATE_FLOOR_S, late_limit_for
+from trtpd.perf.client import Run
+from trtpd.perf.client_health import LATE_FLOOR_S, ClientHealth, late_limit_for
 from trtpd.perf.compare import CompareOptions, Comparer
-from trtpd.perf.compare_arms import CHUNKED, COLOCATED, OUTSIDE, SPLIT, cores_of, next_variant, variants
+from trtpd.perf.compare_arms import CHUNKED, COLOCATED, OUTSIDE, SPLIT, Variant, cores_of, next_variant, variants
+from trtpd.perf.compare_folder import Folder
+from trtpd.perf.compare_points import Points
+from trtpd.perf.compare_runs import Runs
+from trtpd.perf.comparison import PointFile
+from trtpd.perf.goodput import account
 from trtpd.perf.lengths import LengthFit
 from trtpd.perf.make_workload import Wanted
 from trtpd.perf.priority import AUTOGROUP, before_others
-from trtpd.perf.slo import FixedSlo
+from trtpd.perf.records import FORMAT, Record, RunInfo
+from trtpd.perf.slo import FixedSlo, LengthSlo
 from trtpd.perf.verdict import best, verdict
 
 POOL = {"instances": 1, "tp": 1, "threads": 1, "max_batch": 8, "kv_tokens": 2048, "chunk_tokens": 256}
@@ -129,6 +135,70 @@ def test_a_build_that_cannot_be_compared_says_why(tmp_path, pools, fault):
         variants(read_manifest(write_manifest(tmp_path, pools)))
 
 
+HEALTH = ClientHealth(
+    late_p50_s=0.0,
+    late_p99_s=0.0,
+    late_largest_s=0.0,
+    lag_p99_s=0.0,
+    lag_largest_s=0.0,
+    cpu_share=0.1,
+    loop_cpu_share=0.1,
+    wall_s=20.0,
+    responses=40,
+)
+VARIANT = Variant(arm=SPLIT, label="1 prefill : 1 decode", pools={})
+FILE = PointFile(arm=SPLIT, variant=VARIANT.label, rate=1.0, repeat=0, until_s=20.0, health=HEALTH, cpu_s={})
+
+
+def run_with(ttft_s: float) -> Run:
+    records = tuple(
+        Record(
+            number=number,
+            kind="chat",
+            scheduled_s=float(number),
+            sent_s=float(number),
+            ended_s=number + ttft_s + 0.01,
+            prompt_tokens=16,
+            max_tokens=2,
+            state="finished",
+            at_s=(number + ttft_s, number + ttft_s + 0.01),
+            tokens=(1, 1),
+        )
+        for number in range(20)
+    )
+    info = RunInfo(trtpd_records=FORMAT, workload="x", seed=0, open_loop=True, offered_until_s=20.0, interrupted=False)
+    return Run(info=info, records=records, health=HEALTH)
+
+
+def test_a_run_is_accounted_for_once_and_again_if_it_was_made_anew(tmp_path, monkeypatch):
+    accounted = []
+
+    def counted(records, *args, **named):
+        accounted.append(records)
+        return account(records, *args, **named)
+
+    monkeypatch.setattr(compare_points, "account", counted)
+    runs = Runs(
+        build=tmp_path,
+        folder=tmp_path,
+        wanted=Wanted(name="chat"),
+        point_s=20.0,
+        longest_tokens=1024,
+        end_s=0.0,
+        progress=lambda *_: None,
+    )
+    slo = LengthSlo(floor_s=1.0, factor=2.5, unloaded=((32, 0.1), (128, 0.2)), tpot_s=0.1)
+    points = Points(runs=runs, folder=Folder(tmp_path), slo=slo, cores=2)
+    points.keep("points", VARIANT, FILE, run_with(0.5))
+    first = points.of("points", VARIANT, 1.0, 0)
+    assert list(points.measured(VARIANT)) == [first]
+    assert points.of("tuning", VARIANT, 1.0, 0) is None
+    assert len(accounted) == 1
+    points.keep("points", VARIANT, FILE, run_with(5.0))
+    assert points.of("points", VARIANT, 1.0, 0).good_per_s == 0.0 < first.good_per_s
+    assert len(accounted) == 2
+
+
 GAPS_S = {SPLIT: 0.001, COLOCATED: 0.04, CHUNKED: 0.01}
 
 
@@ -138,17 +208,17 @@ def arms(monkeypatch):
     starts = []
 
     @contextmanager
-    def serve(self, variant):
+    def serve(runs, variant):
         starts.append((variant.arm, variant.label))
         with fake_openai(lambda number, now_s: [0.005 + GAPS_S[variant.arm] * i for i in range(8)]) as server:
             yield Target(url=server.address, openai=True)
 
-    monkeypatch.setattr(Comparer, "_serve", serve)
-    monkeypatch.setattr(room, "refuse_if_bottleneck", lambda *_: None)
-    monkeypatch.setattr(room, "OTHERS_SHARE", 99.0)
+    monkeypatch.setattr(Runs, "serve", serve)
+    monkeypatch.setattr(compare_points, "refuse_if_bottleneck", lambda *_: None)
+    monkeypatch.setattr(compare_points, "OTHERS_SHARE", 99.0)
     monkeypatch.setattr(interference, "FIRST_PROMPT_S", 0.2)
     monkeypatch.setattr(interference, "LEAST_PAUSE_S", 0.2)
-    monkeypatch.setattr(room, "FACTOR", 0.625)  # of a colocated gap: between the other two
+    monkeypatch.setattr(compare_targets, "FACTOR", 0.625)  # of a colocated gap: between the other two
     return starts
 
 

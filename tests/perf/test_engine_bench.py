@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
@@ -14,7 +15,8 @@ from trtpd.build.gguf_model import GgufFile
 from trtpd.build.gguf_tokenizer import build_tokenizer
 from trtpd.errors import InputError
 from trtpd.perf import engine_bench
-from trtpd.perf.engine_bench import OURS, Results, rows_of
+from trtpd.perf.engine_bench import rounds_of
+from trtpd.perf.engine_results import OURS, Results, Samples, rows_of
 from trtpd.perf.llama_gguf import write_gguf
 from trtpd.perf.measured import Cell
 
@@ -22,25 +24,66 @@ PREFILL = Cell(kind="prefill", tokens=512, batch=4)
 DECODE = Cell(kind="decode", tokens=500, batch=1)
 
 
-def test_a_ratio_is_to_the_best_of_the_others_by_medians(tmp_path: Path) -> None:
-    results = Results(tmp_path / "results.json")
-    for side, seconds in ((OURS, [4.0, 1.0, 1.1]), ("BF16", [2.2]), ("F16", [3.0, 2.0, 1.9])):
-        results.of("bf16", 1, side, PREFILL).seconds += seconds
+def test_a_ratio_is_to_the_best_of_the_others_by_medians_and_its_spread_that_of_the_rounds() -> None:
+    results = Results(None)
+    for ours, bf16, f16 in ((4.0, 2.2, 3.0), (1.0, 2.2, 2.0), (1.1, 2.2, 1.9)):
+        results.add("bf16", 1, PREFILL, {OURS: ours, "BF16": bf16, "F16": f16})
     (row,) = rows_of(results)
     assert row["ratio"] == pytest.approx(2.0 / 1.1)
+    assert row["spread"] == pytest.approx((0.75, 2.0))
     assert not row["met"]
+
+
+def test_one_round_has_no_spread() -> None:
+    results = Results(None)
+    for count, said in ((1, "1.50, target 1.0 met, 1 samples"), (2, "1.50 (1.50..1.50 by round), target 1.0 met")):
+        results.add("f32", 1, DECODE, {OURS: 2.0, "F32": 3.0})
+        (row,) = rows_of(results)
+        assert (row["spread"] is None) is (count == 1)
+        assert said in engine_bench.words(row)
 
 
 def test_results_of_several_runs_add_up(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
-    for cell in (PREFILL, DECODE):
-        results = Results(path)
-        for side in (OURS, "Q8_0"):
-            results.of("int8", 2, side, cell).seconds.append(1.0)
-        results.keep()
+    for cell in (PREFILL, DECODE, DECODE):
+        Results(path).add("int8", 2, cell, {OURS: 1.0, "Q8_0": 1.0})
     rows = list(rows_of(Results(path)))
     assert [row["cell"] for row in rows] == ["decode 500x1", "prefill 512x4"]
+    assert [row["samples"] for row in rows] == [2, 1]
     assert [row["met"] for row in rows] == [True, False]
+
+
+def test_a_round_that_one_side_lacks_counts_on_none(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    made = [(OURS, [1.0, 1.0, 9.0]), ("Q8_0", [2.0, 4.0])]
+    samples = [Samples(width="int8", threads=1, side=side, cell=DECODE, seconds=seconds) for side, seconds in made]
+    path.write_bytes(msgspec.json.encode(samples))
+    (row,) = rows_of(Results(path))
+    assert (row["ratio"], row["spread"], row["samples"]) == (3.0, (2.0, 4.0), 2)
+
+
+class Clock:
+    """Passes by 1 with every measurement, each of which takes as long as the time it ends at."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def measure(self, cell: Cell) -> float:
+        self.now_s += 1.0
+        return self.now_s
+
+
+def test_a_round_that_time_cuts_short_is_dropped_and_what_warms_up_is_no_sample() -> None:
+    clock = Clock()
+    sides = {OURS: clock.measure, "F32": clock.measure}
+    found = list(rounds_of([DECODE], lambda _: sides, rounds=9, late=lambda: clock.now_s >= 7.0))
+    assert found == [(DECODE, {OURS: 2.0, "F32": 4.0}), (DECODE, {OURS: 5.0, "F32": 6.0})]
+
+
+def test_the_least_rounds_are_made_however_late_it_is() -> None:
+    sides = {OURS: Clock().measure}
+    found = list(rounds_of([DECODE, PREFILL], lambda _: sides, rounds=9, late=lambda: True, least=1))
+    assert [cell for cell, _ in found] == [DECODE, PREFILL]
 
 
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:

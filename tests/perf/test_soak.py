@@ -142,7 +142,7 @@ def report_of(seen: list[Sample], warm_up_s: float) -> Report:
         processes_changed=[],
         status_misses=0,
         growth=found,
-        verdict=verdict_of(found, wrong=False, held=False, changed=False),
+        verdict=verdict_of(found, faults=[], pauses=[], changes=[]),
     )
 
 
@@ -150,7 +150,7 @@ def report_of(seen: list[Sample], warm_up_s: float) -> Report:
 def test_the_verdict_is_about_what_grows_after_the_warm_up(mib_per_hour: float, verdict: str, tmp_path: Path) -> None:
     found = judge(samples(mib_per_hour), 600.0)
     assert {(one.what, one.judged) for one in found} == {("rss_bytes", True), ("fds", True), ("cpu_cores", False)}
-    assert verdict_of(found, wrong=False, held=False, changed=False) == verdict
+    assert verdict_of(found, faults=[], pauses=[], changes=[]) == verdict
     report = report_of(samples(mib_per_hour), 600.0)
     write(report, tmp_path)
     assert json.loads((tmp_path / "report.json").read_text())["verdict"] == verdict
@@ -177,10 +177,11 @@ def test_a_former_soak_is_judged_again_with_another_warm_up(tmp_path: Path, caps
 
 def test_the_worst_is_the_verdict() -> None:
     grown = judge(samples(7.0), 600.0)
-    assert verdict_of(grown, wrong=True, held=True, changed=True) == "wrong"
-    assert verdict_of(grown, wrong=False, held=True, changed=True) == "held"
-    assert verdict_of(grown, wrong=False, held=False, changed=True) == "processes changed"
-    assert verdict_of(judge(samples(0.0)[:5], 0.0), wrong=False, held=False, changed=False) == "too short"
+    idle, holding = Pause(at_s=1.0, held={}), Pause(at_s=2.0, held={"queued": 1})
+    assert verdict_of(grown, faults=["lost"], pauses=[holding], changes=["began"]) == "wrong"
+    assert verdict_of(grown, faults=[], pauses=[idle, holding], changes=["began"]) == "held"
+    assert verdict_of(grown, faults=[], pauses=[idle], changes=["began"]) == "processes changed"
+    assert verdict_of(judge(samples(0.0)[:5], 0.0), faults=[], pauses=[idle], changes=[]) == "too short"
 
 
 def test_what_makes_no_sense_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

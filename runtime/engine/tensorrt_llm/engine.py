@@ -69,7 +69,14 @@ class TensorRTEngine:
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(chunk_events=False, release=False, repull=False, digests=False, seeded_resume=False)
+        return Capabilities(
+            chunk_events=False,
+            release=False,
+            repull=False,
+            digests=False,
+            seeded_resume=False,
+            shorter_first=False,
+        )
 
     @property
     def limits(self) -> EngineLimits:

@@ -8,9 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trtpd.perf.worker_spec import WorkerSpec
+from trtpd.runtime.core.cluster import Cluster
+from trtpd.runtime.core.cost import Costs, LinearStepTime
 from trtpd.runtime.core.lengths import Lengths
 from trtpd.runtime.core.prefix import Prefixes
+from trtpd.runtime.core.ranks import CAUTION
 from trtpd.runtime.core.rebalance import Pools, Rebalancer
+from trtpd.runtime.core.watch import decode_rate
 
 POOLS = Pools(prefill=3, decode=3, prefill_tokens_per_s=1000.0, decode_tokens_per_s=1000.0)
 FOUR = replace(POOLS, prefill=2, decode=4)
@@ -120,3 +125,17 @@ def test_a_switch_that_was_made_brings_the_next_one_sooner_and_one_that_was_not_
 
     assert second_after(FOUR) == pytest.approx(20.0)
     assert second_after(replace(FOUR, prefill=3, decode=3)) == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize(
+    ("tpot_s", "batch"),
+    [(0.25 * CAUTION, 24.0), (0.095 * CAUTION, 11.0), (0.045 * CAUTION, 1.0), (0.001, 1.0), (None, 10.0)],
+)
+def test_what_decode_can_do_is_reckoned_by_the_targets_that_requests_have(tpot_s: float | None, batch: float) -> None:
+    """Steps of 45 ms for one sequence and 5 ms for each further one."""
+    model = LinearStepTime(
+        fixed_s=0.04, prefill_token_s=0.0, prefill_pair_s=0.0, decode_sequence_s=0.005, decode_kv_token_s=0.0
+    )
+    spec = WorkerSpec(name="d", role="decode", kv_blocks=1000, max_batch=24, prefill_tokens_per_s=1000.0)
+    instance = Cluster(Costs({"decode": model})).register(spec.hello("1"))
+    assert decode_rate(instance, tpot_s) == pytest.approx(batch / (0.04 + 0.005 * batch))

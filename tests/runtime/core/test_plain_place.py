@@ -15,7 +15,7 @@ from trtpd.runtime.core import place
 from trtpd.runtime.core.cluster import Cluster
 from trtpd.runtime.core.cost import Costs, LinearStepTime
 from trtpd.runtime.core.degrade import Rung
-from trtpd.runtime.core.events import Arrived, Load
+from trtpd.runtime.core.events import Arrived, Capabilities, Load
 from trtpd.runtime.core.instance import Hold, Instance, Side
 from trtpd.runtime.core.links import Links
 from trtpd.runtime.core.requests import Request
@@ -26,7 +26,9 @@ MODEL = LinearStepTime(
 )
 
 
-def spec_of(rng: random.Random, number: int, roles: list[str], hosts: int, gpus: bool) -> WorkerSpec:
+def spec_of(
+    rng: random.Random, number: int, roles: list[str], hosts: int, *, gpus: bool, shorter_first: bool
+) -> WorkerSpec:
     more: dict[str, Any] = {"gpus": (f"g{number}",)} if gpus else {}
     return WorkerSpec(
         name=str(number),
@@ -37,6 +39,7 @@ def spec_of(rng: random.Random, number: int, roles: list[str], hosts: int, gpus:
         host=f"h{rng.randrange(hosts)}",
         fingerprint=rng.choice("aaab"),
         prefill_tokens_per_s=rng.choice((500.0, 1000.0)),
+        capabilities=Capabilities(shorter_first=shorter_first),
         bytes_per_token=rng.choice((1000, 2_000_000)),
         **more,
     )
@@ -49,10 +52,12 @@ def fill(rng: random.Random, cluster: Cluster, instance: Instance, most_holds: i
         hold = Hold(instance=instance.name, request_id=request_id, attempt=1, side=side, blocks=rng.randint(0, 4))
         hold.left_tokens, hold.context_tokens = rng.uniform(0.0, 90.0), rng.randint(1, 60)
         hold.pending_tokens = 0 if side == "decode" else rng.choice((0, 0, 100, 700))
+        hold.short = hold.pending_tokens <= 100
         cluster.reserve(instance, hold)
         cluster.moving(hold, moves=rng.random() < 0.3)
     instance.factor = rng.choice((1.0, 1.0, 1.0, 3.0))
-    cluster.report(instance, Load(kv_blocks_free=rng.randint(instance.hello.kv_blocks // 2, instance.hello.kv_blocks)))
+    blocks_free = rng.randint(instance.hello.kv_blocks // 2, instance.hello.kv_blocks)
+    cluster.report(instance, Load(kv_blocks_free=blocks_free, step_s=rng.choice((0.0, 0.2))))
     if rng.random() < 0.1:
         cluster.drain(instance)
 
@@ -60,9 +65,11 @@ def fill(rng: random.Random, cluster: Cluster, instance: Instance, most_holds: i
 def state(rng: random.Random, count: int, *, gpus: bool) -> Cluster:
     cluster = Cluster(Costs({"prefill": MODEL, "decode": MODEL} if rng.random() < 0.5 else None), rng=rng)
     roles = rng.choice((["prefill", "decode"], ["prefill", "decode", "mixed"], ["decode", "mixed"]))
+    shorter_first = rng.random() < 0.7
     hosts, most_holds = rng.choice((1, 3, 40)), rng.choice((0, 1, 5))
     for number in range(count):
-        fill(rng, cluster, cluster.register(spec_of(rng, number, roles, hosts, gpus).hello("1")), most_holds)
+        spec = spec_of(rng, number, roles, hosts, gpus=gpus, shorter_first=shorter_first)
+        fill(rng, cluster, cluster.register(spec.hello("1")), most_holds)
     for _ in range(rng.choice((0, 0, 5, 200))):
         cluster.links_down[str(rng.randrange(count)), str(rng.randrange(count))] = rng.choice((0.0, 9.0))
     return cluster
@@ -75,7 +82,8 @@ def question(rng: random.Random, count: int) -> tuple[Request, Work, place.Rules
     request.transfer_failures = rng.choice((0, 0, 0, 2))
     hits = {str(rng.randrange(count)): rng.randrange(prompt) for _ in range(rng.choice((0, 2)))}
     tpot_s = rng.choice((None, 0.001, 0.006, 0.05))
-    work = Work(prompt_tokens=prompt, total_tokens=prompt + out, left_tokens=out / 2, tpot_s=tpot_s, hits=hits)
+    total, short = prompt + out, prompt <= 100
+    work = Work(prompt_tokens=prompt, total_tokens=total, left_tokens=out / 2, tpot_s=tpot_s, hits=hits, short=short)
     rung, local = rng.choice((Rung.NORMAL, Rung.LONG_WAIT)), rng.choice((0, 50))
     rules = place.Rules(weights=Weights(), links=Links(0.003), rung=rung, local_tokens=local, long_tokens=200)
     return request, work, rules

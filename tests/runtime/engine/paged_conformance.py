@@ -118,6 +118,23 @@ class PagedConformance(EngineConformance):
         assert driver.of(first_in_line, PrefillBegan)
         assert driver.kv.reserve((3, 1), 10, peak_tokens=20) is not None
 
+    def test_a_short_prompt_that_comes_later_is_done_first_and_not_for_ever(self, make_engine):
+        """In steps of 32 tokens a prompt of 100 may be overtaken until 200 were computed."""
+        driver = Driver(make_engine(max_step_tokens=32))
+        assert driver.engine.capabilities.shorter_first
+        long = driver.submit(request(1, prompt(100), kind=CONTEXT_ONLY))
+        overtook = 0
+        while not driver.of(long, PrefillDone):
+            short = driver.submit(request(2 + overtook, prompt(30, overtook), kind=CONTEXT_ONLY))
+            while not (driver.of(short, PrefillDone) or driver.of(long, PrefillDone)):
+                driver.step()
+            overtook += bool(driver.of(short, PrefillDone))
+            driver.engine.release(short) if driver.of(short, PrefillDone) else driver.engine.cancel(short)
+        assert 4 <= overtook <= 6
+        driver.engine.release(long)
+        driver.finish()
+        driver.engine.shutdown()
+
     def test_freed_blocks_get_a_new_epoch(self, driver):
         what = request(1, prompt(40), kind=CONTEXT_ONLY)
         driver.prefill(what)

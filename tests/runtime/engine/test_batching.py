@@ -5,13 +5,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trtpd.errors import EngineError
-from trtpd.runtime.engine.batching import PlanState, Prefilling, StepLimits, Waiting, plan_step
+from trtpd.runtime.engine.batching import PlanState, Prefilling, StepLimits, Waiting, due, plan_step
 
 LIMITS = StepLimits(max_step_tokens=100, chunk_tokens=40, max_batch=8)
 
 
-def waiting(number: int, prompt_tokens: int, peak_blocks: int = 1) -> Waiting:
-    return Waiting(key=(number, 1), prompt_tokens=prompt_tokens, peak_blocks=peak_blocks)
+def waiting(number: int, prompt_tokens: int, peak_blocks: int = 1, due: int = 0) -> Waiting:
+    return Waiting(key=(number, 1), prompt_tokens=prompt_tokens, peak_blocks=peak_blocks, due=due)
+
+
+def _dues(draw: st.DrawFn, count: int) -> list[int]:
+    return sorted(draw(st.lists(st.integers(0, 5), min_size=count, max_size=count)))
 
 
 @st.composite
@@ -28,10 +32,13 @@ def states(draw) -> tuple[PlanState, StepLimits]:
         decoding=[(n, 0) for n in range(decodes)],
         joining=[(n, 1) for n in range(joining)],
         prefilling=[
-            Prefilling(key=(n, 2), prompt_tokens=done + left, done_tokens=done)
-            for n, (done, left) in enumerate(prompts)
+            Prefilling(key=(n, 2), prompt_tokens=done + left, done_tokens=done, due=due_at)
+            for n, ((done, left), due_at) in enumerate(zip(prompts, _dues(draw, len(prompts)), strict=True))
         ],
-        waiting=[Waiting(key=(n, 3), prompt_tokens=t, peak_blocks=b) for n, (t, b) in enumerate(queue)],
+        waiting=[
+            Waiting(key=(n, 3), prompt_tokens=t, peak_blocks=b, due=due_at)
+            for n, ((t, b), due_at) in enumerate(zip(queue, _dues(draw, len(queue)), strict=True))
+        ],
         available_blocks=draw(st.integers(0, 30)),
     )
     return state, limits
@@ -68,7 +75,8 @@ def test_each_queue_is_served_from_its_head(case):
     assert plan.joined == tuple(state.joining[: len(plan.joined)])
     assert plan.admitted == tuple(candidate.key for candidate in state.waiting[: len(plan.admitted)])
     served = [part.key for part in plan.prefills]
-    order = [s.key for s in state.prefilling] + [candidate.key for candidate in state.waiting]
+    line = sorted([*state.prefilling, *state.waiting], key=lambda one: one.due)
+    order = [one.key for one in line if one.key in plan.admitted or one in state.prefilling]
     assert served == order[: len(served)]
 
 
@@ -106,6 +114,24 @@ def test_the_first_in_line_that_does_not_fit_stops_those_behind_it():
     plan = plan_step(state, LIMITS)
     assert plan.admitted == ((1, 1),)
     assert plan.short_blocks == 9
+
+
+def test_a_short_prompt_overtakes_a_long_one_until_that_is_due():
+    long = Prefilling(key=(1, 1), prompt_tokens=400, done_tokens=40, due=due(0, 400))
+    for computed_tokens, first in ((40, 2), (740, 2), (780, 1)):
+        short = waiting(2, 20, due=due(computed_tokens, 20))
+        plan = plan_step(PlanState(prefilling=[long], waiting=[short], available_blocks=9), LIMITS)
+        assert plan.prefills[0].key[0] == first
+
+
+def test_nobody_is_let_in_for_a_budget_that_another_takes():
+    long = Prefilling(key=(1, 1), prompt_tokens=400, done_tokens=40, due=due(0, 400))
+    limits = StepLimits(max_step_tokens=40, chunk_tokens=40, max_batch=8)
+    state = PlanState(prefilling=[long], waiting=[waiting(2, 20, due=900), waiting(3, 20, due=901)], available_blocks=9)
+    assert plan_step(state, limits).admitted == ()
+    state = PlanState(prefilling=[long], waiting=[waiting(2, 20, due=50), waiting(3, 30, due=60)], available_blocks=9)
+    plan = plan_step(state, limits)
+    assert [(part.key[0], part.tokens) for part in plan.prefills] == [(2, 20), (3, 20)]
 
 
 def test_a_transferred_sequence_joins_before_a_new_prompt_is_admitted():

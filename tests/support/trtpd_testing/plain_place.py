@@ -64,7 +64,9 @@ class Plain:
     def prefill_s(self, table: Table, flow_s: float = 0.0) -> list[float]:
         work, weights = self.work, self.rules.weights
         stretch = table.stretch(work.prompt_tokens)
-        rows = np.dot((flow_s, weights.ttft_s, weights.ttft_s * work.prompt_tokens * stretch), table.prefill_terms)
+        waits_s = (0.0, weights.ttft_s) if work.short else (weights.ttft_s, 0.0)
+        own = weights.ttft_s * work.prompt_tokens * stretch
+        rows = np.dot((flow_s, waits_s[0], own, waits_s[1]), table.prefill_terms)
         for name, hit in work.hits.items():
             if name in table.names:
                 row = table.names[name].row
@@ -76,6 +78,10 @@ class Plain:
         grows = self.work.prompt_tokens + self.work.left_tokens
         terms = (1.0 / (target_s * target_s), 1.0, grows, grows * grows, flow_s)
         return list(np.dot(terms, table.decode_terms).tolist())
+
+    def takes_prompt(self, table: Table, row: int) -> float:
+        """The longest of its kind."""
+        return float((table.short_fits if self.work.short else table.prefill_fits)[row])
 
     def kept_away(self, one: Instance) -> bool:
         return self.request.avoids(one.name, self.cluster.now_s)
@@ -101,7 +107,7 @@ class Plain:
         found = [
             (float(both[row]) + extra_s, one.name, None)
             for row, one in enumerate(table.instances)
-            if min(table.whole_fits[row], table.prefill_fits[row]) >= work.total_tokens
+            if min(table.whole_fits[row], self.takes_prompt(table, row)) >= work.total_tokens
             and not self.kept_away(one)
             and self.in_time(table, row, self.cluster.now_s)
         ]
@@ -116,9 +122,11 @@ class Plain:
         if not sources:
             return []
         first = sources[0][1]
-        own_s = self.work.prompt_tokens * group.prefill.stretch(self.work.prompt_tokens)
+        own_tokens = self.work.prompt_tokens - self.work.hits.get(first.name, 0)
+        own_s = own_tokens * group.prefill.stretch(self.work.prompt_tokens)
         ready_at_s = self.cluster.now_s + float(
-            group.prefill.wait_s[first.row] + own_s * group.prefill.token_s[first.row]
+            (group.prefill.short_wait_s if self.work.short else group.prefill.wait_s)[first.row]
+            + own_s * group.prefill.token_s[first.row]
         )
         sinks = self.sinks(group.decode, weight * flow_s, ready_at_s)
         found = []
@@ -135,7 +143,7 @@ class Plain:
         found = [
             (scores[row], row)
             for row, one in enumerate(table.instances)
-            if table.prefill_fits[row] >= self.work.prompt_tokens
+            if self.takes_prompt(table, row) >= self.work.prompt_tokens
             and not self.kept_away(one)
             and not (self.is_long and table.rate[row] * table.wait_s[row] > 1.0)
         ]

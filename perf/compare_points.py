@@ -1,0 +1,122 @@
+"""The loaded runs of a comparison: measured, kept in its folder, and read back, each accounted for once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import msgspec
+
+from trtpd.perf.bench import Target
+from trtpd.perf.client import Run
+from trtpd.perf.client_health import BottleneckError, late_limit_for, refuse_if_bottleneck
+from trtpd.perf.compare_arms import Variant
+from trtpd.perf.compare_folder import Folder, Kind
+from trtpd.perf.compare_runs import TUNING_SEED, Driven, Runs
+from trtpd.perf.compare_targets import patience_s
+from trtpd.perf.comparison import Point, PointFile
+from trtpd.perf.goodput import Deployment, account
+from trtpd.perf.make_workload import make
+from trtpd.perf.process_cpu import machine_busy_s
+from trtpd.perf.slo import LengthSlo
+from trtpd.perf.workload import Workload
+
+TUNING_PART = 0.5
+OTHERS_SHARE = 0.1
+"""Of the cores compared: what other work may take of them in a run that counts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Points:
+    """Runs by one comparison's targets, on `cores` CPUs."""
+
+    runs: Runs
+    folder: Folder
+    slo: LengthSlo
+    cores: int
+    _accounted: dict[Path, Point] = field(default_factory=dict, init=False, repr=False)
+
+    @cached_property
+    def patience_s(self) -> float:
+        """After so long a client gives up."""
+        return patience_s(self.slo, self.runs.sample)
+
+    def lasts_s(self, kind: Kind) -> float:
+        """What a run may take: the last request of an overloaded one is waited for."""
+        return _part(kind) * self.runs.point_s + 0.5 * self.patience_s
+
+    def measure(self, kind: Kind, variant: Variant, target: Target, rate: float, repeat: int) -> Point:
+        """Makes a run, in place of one that is there."""
+        seed = TUNING_SEED if kind == "tuning" else self.runs.wanted.seed + repeat
+        workload = _at_exactly(rate, make(self.runs.wanted_at(rate, seed, part=_part(kind))))
+        name = f"{variant.folder} at {rate:g}, {kind} {repeat + 1}"
+        busy_s = machine_busy_s()
+        driven = self.runs.drive(target, workload, name, timeout_s=self.patience_s)
+        run, cpu_s = driven.run, driven.cpu_s
+        others_cores = max(0.0, machine_busy_s() - busy_s - sum(cpu_s.values())) / run.health.wall_s
+        file = PointFile(
+            arm=variant.arm,
+            variant=variant.label,
+            rate=rate,
+            repeat=repeat,
+            until_s=run.info.offered_until_s,
+            health=run.health,
+            cpu_s=cpu_s,
+            fault=self._fault(driven, others_cores),
+            client_nice=driven.client_nice,
+            others_cores=others_cores,
+        )
+        self.keep(kind, variant, file, run)
+        return self._point(kind, variant, file)
+
+    def _fault(self, driven: Driven, others_cores: float) -> str:
+        """Why the run's figures must not be used."""
+        try:
+            refuse_if_bottleneck(driven.run.health, driven.run.records, late_limit_for(self.slo))
+        except BottleneckError as error:
+            return str(error)
+        if others_cores > OTHERS_SHARE * self.cores:
+            return f"other work took {others_cores:.2f} of the {self.cores} cores meanwhile"
+        return ""
+
+    def keep(self, kind: Kind, variant: Variant, file: PointFile, run: Run) -> None:
+        self.folder.keep(kind, variant, file, run)
+        self._accounted.pop(self.folder.run_path(kind, variant, file.rate, file.repeat), None)
+
+    def of(self, kind: Kind, variant: Variant, rate: float, repeat: int) -> Point | None:
+        """A run with its figures; None if it was not made."""
+        file = self.folder.run_file(kind, variant, rate, repeat)
+        return None if file is None else self._point(kind, variant, file)
+
+    def measured(self, variant: Variant) -> Iterator[Point]:
+        """All measured runs of a variant."""
+        for file in self.folder.points(variant):
+            yield self._point("points", variant, file)
+
+    def _point(self, kind: Kind, variant: Variant, file: PointFile) -> Point:
+        path = self.folder.run_path(kind, variant, file.rate, file.repeat)
+        if path not in self._accounted:
+            records = self.folder.records(kind, variant, file)
+            deployment = Deployment(units=self.cores)
+            figures = account(records, self.slo, until_s=file.until_s, deployment=deployment)
+            self._accounted[path] = Point(file=file, records=records, figures=figures)
+        return self._accounted[path]
+
+
+def _part(kind: Kind) -> float:
+    """Of a point's time."""
+    return TUNING_PART if kind == "tuning" else 1.0
+
+
+def _at_exactly(rate: float, workload: Workload) -> Workload:
+    """The instants stretched so that the requests come at `rate` on the whole: a short run's own mean is off by chance,
+    and a goodput above what was said to be offered tells nobody anything."""
+    last_s = workload.duration_s
+    factor = len(workload.asks) / (rate * last_s) if last_s > 0.0 else 1.0
+    asks = (
+        ask if ask.at_s is None else msgspec.structs.replace(ask, at_s=round(ask.at_s * factor, 6))
+        for ask in workload.asks
+    )
+    return msgspec.structs.replace(workload, asks=tuple(asks))

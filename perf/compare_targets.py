@@ -1,0 +1,77 @@
+"""What a comparison fixes before its loaded runs: targets, found on an unloaded server, and what follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from trtpd.perf.compare_arms import Variant
+from trtpd.perf.compare_runs import Runs
+from trtpd.perf.interference import interference_workload
+from trtpd.perf.prompt_text import Segment
+from trtpd.perf.slo import LengthSlo
+from trtpd.perf.workload import Ask, Workload
+
+TTFT_FLOOR_S = 1.0
+FACTOR = 2.5
+UNLOADED_LENGTHS = (32, 128, 256, 512, 1024, 2048, 4096)
+UNLOADED_REPEATS = 3
+UNLOADED_ANSWER = 24
+UNLOADED_ANSWERED = 256
+SHARED_DECODE = 4
+LOAD_SHARES = (0.33, 0.41, 0.51, 0.64, 0.8, 1.0, 1.25, 1.56, 1.95, 2.44)
+PATIENCE = 1.5
+LONG_PERCENTILE = 90
+
+
+def fix_targets(runs: Runs, variant: Variant) -> LengthSlo:
+    """From one request at a time on `variant`, which has all cores together: what a user alone on the machine would
+    get."""
+    most = max(ask.prompt_tokens for ask in runs.sample)
+    enough = next((tokens for tokens in UNLOADED_LENGTHS[1:] if tokens >= most), UNLOADED_LENGTHS[-1])
+    lengths = [t for t in UNLOADED_LENGTHS if t <= enough and t + UNLOADED_ANSWER <= runs.longest_tokens]
+    warm_up = [tokens for tokens in lengths if tokens <= UNLOADED_ANSWERED]
+    asks = [
+        Ask(
+            segments=(Segment(number, tokens),),
+            max_tokens=UNLOADED_ANSWER if tokens <= UNLOADED_ANSWERED else 1,
+            kind=str(tokens),
+        )
+        for number, tokens in enumerate(warm_up + lengths * UNLOADED_REPEATS)
+    ]
+    workload = Workload(name="unloaded", seed=0, asks=tuple(asks), concurrency=1)
+    with runs.serve(variant) as target:
+        records = runs.drive(target, workload, "unloaded").run.records[len(warm_up) :]
+    unloaded = [
+        (tokens, float(np.median([r.ttft_s for r in records if r.kind == str(tokens) and r.ttft_s is not None])))
+        for tokens in lengths
+    ]
+    tpot_s = float(np.median([r.tpot_s for r in records if r.tpot_s is not None]))
+    return LengthSlo(floor_s=TTFT_FLOOR_S, factor=FACTOR, unloaded=tuple(unloaded), tpot_s=FACTOR * tpot_s)
+
+
+def patience_s(slo: LengthSlo, asks: Sequence[Ask]) -> float:
+    """PATIENCE times what the request of the latest end may take by its targets: one that takes longer is of no use
+    to anyone, and an overloaded run needs an end."""
+    tpot_s = slo.tpot_s or 0.0
+    return PATIENCE * max(slo.ttft_for(ask.prompt_tokens) + ask.max_tokens * tpot_s for ask in asks)
+
+
+def usual_rates(slo: LengthSlo, asks: Sequence[Ask]) -> tuple[float, ...]:
+    """Shares of the rate at which prompts alone one after another, and decoding SHARED_DECODE at a time, would fill
+    the machine."""
+    tpot_s = (slo.tpot_s or 0.0) / FACTOR
+    busy_s = np.mean([slo.unloaded_s(a.prompt_tokens) + a.max_tokens * tpot_s / SHARED_DECODE for a in asks])
+    return tuple(round(share / float(busy_s), 3) for share in LOAD_SHARES)
+
+
+def disturbance(slo: LengthSlo, asks: Sequence[Ask], longest_tokens: int) -> Workload:
+    """Long prompts of such requests beside answers being written."""
+    tokens = round(float(np.percentile([ask.prompt_tokens for ask in asks], LONG_PERCENTILE)))
+    return interference_workload(
+        longest=longest_tokens,
+        tpot_s=(slo.tpot_s or 0.1) / FACTOR,
+        prefill_s=slo.unloaded_s(tokens),
+        prompt_tokens=tokens,
+    )
