@@ -18,8 +18,9 @@ from trtpd.build.accuracy import AccuracyMeter, ComputeLogits, accuracy_words
 from trtpd.build.backends import backend_of
 from trtpd.build.backends.base import Job, Progress
 from trtpd.build.checkpoint import Checkpoint
-from trtpd.build.checks import PRECISION_CODES, Finding
+from trtpd.build.checks import PRECISION_CODES
 from trtpd.build.files import link_or_copy, link_tree, locked, staged, translated
+from trtpd.build.findings import Finding
 from trtpd.build.lint import lint_build, lint_spec, open_model, open_plan, planned_only
 from trtpd.build.machine import Machine, this_machine
 from trtpd.build.manifest import ENGINE_CONFIG, MANIFEST, Manifest, RoleName, read_manifest, write_json

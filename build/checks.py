@@ -1,84 +1,28 @@
-"""What can't work together in a pipeline, found before it is built or served. Pure: one function per
-concern."""
+"""What can't work together in a pipeline, found before it is built or served. Pure: one function per concern.
+
+Whether a machine holds it is machine_checks.py's.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Iterator
 
 from trtpd.build.accuracy import KL_BOUND_NATS, accuracy_words
-from trtpd.build.engines import ENGINES, EngineName, weights_bytes
+from trtpd.build.engines import ENGINES
+from trtpd.build.findings import Deployment, Finding, error, warning
 from trtpd.build.machine import Machine
-from trtpd.build.manifest import Accuracy, Architecture
-from trtpd.build.resolve import ResolvedPipeline, ResolvedRole
+from trtpd.build.machine_checks import check_cores, check_elastic_room, check_room
+from trtpd.build.resolve import ResolvedRole
 from trtpd.kv_transfer.layout import CONVERTIBLE
 
-Severity = Literal["error", "warning"]
-_MIB = 1 << 20
 PRECISION_CODES = ("precision_differs", "precision_error")
 """Findings that depend on what a build has measured."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """Something that can't work (error) or likely isn't meant (warning). `values` are the two that clash,
-    `where` is a key of the pipeline file or a path inside a build."""
-
-    code: str
-    severity: Severity
-    where: str
-    values: tuple[str, str]
-    message: str
-    mend: str
-
-    def __str__(self) -> str:
-        return f"{self.severity} [{self.code}] {self.where}: {self.message}; {self.mend}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Deployment:
-    """What the checks look at: the same for a pipeline file and for a build. `accuracy` is what the build measured."""
-
-    engine: EngineName
-    architecture: Architecture
-    max_seq_tokens: int
-    roles: tuple[ResolvedRole, ...]
-    accuracy: Mapping[str, Accuracy] = field(default_factory=dict)
-    elastic: bool = False
-    convert_dtype: bool = False
-
-    @classmethod
-    def of(cls, pipeline: ResolvedPipeline) -> Deployment:
-        return cls(
-            engine=pipeline.engine,
-            architecture=pipeline.architecture,
-            max_seq_tokens=pipeline.max_seq_tokens,
-            roles=tuple(pipeline.roles.values()),
-            elastic=pipeline.spec.pools.elastic,
-            convert_dtype=pipeline.spec.transfer.convert_dtype,
-        )
-
-    @property
-    def converts(self) -> bool:
-        """Whether its roles may differ in KV dtype, as far as one can be made of the other."""
-        return self.convert_dtype and self.engine != "tensorrt_llm"
 
 
 def check(deployment: Deployment, machine: Machine) -> list[Finding]:
     """All findings, errors first."""
     found = [finding for checker in _CHECKERS for finding in checker(deployment, machine)]
     return sorted(found, key=lambda finding: finding.severity != "error")
-
-
-def error(code: str, where: str, values: tuple[object, object], message: str, mend: str) -> Finding:
-    pair = (str(values[0]), str(values[1]))
-    return Finding(code=code, severity="error", where=where, values=pair, message=message, mend=mend)
-
-
-def warning(code: str, where: str, values: tuple[object, object], message: str, mend: str) -> Finding:
-    pair = (str(values[0]), str(values[1]))
-    return Finding(code=code, severity="warning", where=where, values=pair, message=message, mend=mend)
 
 
 def _precisions_known(deployment: Deployment, machine: Machine) -> Iterator[Finding]:
@@ -183,45 +127,6 @@ def _tp(deployment: Deployment, machine: Machine) -> Iterator[Finding]:
             )
 
 
-def _cores(deployment: Deployment, machine: Machine) -> Iterator[Finding]:
-    owner: dict[int, str] = {}
-    here = ", ".join(map(str, machine.cores))
-    if not ENGINES[deployment.engine].on_cpu:
-        return
-    for role in deployment.roles:
-        where, cores = f"pools.{role.role}.cores", role.profile.cores
-        absent = [core for core in cores if core not in machine.cores]
-        if absent:
-            yield error(
-                "cores_missing",
-                where,
-                (", ".join(map(str, absent)), here),
-                f"names CPU {', '.join(map(str, absent))}; this machine lets us use {here}",
-                "name CPUs that are there, or leave it at auto",
-            )
-        if not role.instances:
-            continue
-        shared = {owner[core]: core for core in cores if core in owner}
-        for other, core in shared.items():
-            yield warning(
-                "cores_shared",
-                where,
-                (other, role.role),
-                f"CPU {core} belongs to {other} as well, so the two slow each other down",
-                "give each pool CPUs of its own",
-            )
-        owner |= dict.fromkeys(cores, role.role)
-        share = max(1, len(cores) // len(role.instances))
-        if role.profile.threads > share:
-            yield warning(
-                "threads_over_cores",
-                f"pools.{role.role}.threads",
-                (role.profile.threads, share),
-                f"is {role.profile.threads}, but an instance has {share} of the pool's {len(cores)} CPUs",
-                f"set it to {share} or leave it at auto",
-            )
-
-
 def _steps(deployment: Deployment, machine: Machine) -> Iterator[Finding]:
     for role in deployment.roles:
         profile = role.profile
@@ -303,30 +208,6 @@ def _precisions(deployment: Deployment, machine: Machine) -> Iterator[Finding]:
             )
 
 
-def _room(deployment: Deployment, machine: Machine) -> Iterator[Finding]:
-    if not ENGINES[deployment.engine].on_cpu:
-        return
-    pools = sum(len(role.instances) * role.pool_bytes for role in deployment.roles)
-    weights = sum(len(role.instances) * _weights_bytes(deployment, role) for role in deployment.roles)
-    mend = "lower kv_tokens or the number of instances"
-    yield from _fits("shm_room", "the KV pools", "/dev/shm", pools, machine.shm_bytes, machine.shm_free_bytes, mend)
-    yield from _fits(
-        "memory_room",
-        "weights and KV pools",
-        "memory",
-        weights + pools,
-        machine.memory_bytes,
-        machine.memory_free_bytes,
-        mend,
-    )
-
-
-def _weights_bytes(deployment: Deployment, role: ResolvedRole) -> int:
-    """Of one instance, as it holds them."""
-    held = "f32" if role.profile.widen_weights else role.precision
-    return weights_bytes(deployment.engine, deployment.architecture, held, role.tp)
-
-
 def _elastic(deployment: Deployment, machine: Machine) -> Iterator[Finding]:
     """An instance that takes the other role runs that role's engine where it runs now."""
     if not deployment.elastic:
@@ -354,41 +235,6 @@ def _elastic(deployment: Deployment, machine: Machine) -> Iterator[Finding]:
             "is true, but each pool has one instance, and the last of a role never switches",
             "give one pool more instances",
         )
-    if ENGINES[deployment.engine].on_cpu:
-        yield from _elastic_room(deployment, machine, prefill, decode)
-
-
-def _elastic_room(
-    deployment: Deployment, machine: Machine, prefill: ResolvedRole, decode: ResolvedRole
-) -> Iterator[Finding]:
-    """The worst it can come to: all but one instance in the role that takes more."""
-    count = len(prefill.instances) + len(decode.instances)
-    mixed = [role for role in deployment.roles if role.role == "mixed"]
-    mend = "lower kv_tokens or the number of instances, or set pools.elastic to false"
-
-    def worst(bytes_of: Callable[[ResolvedRole], int]) -> int:
-        small, large = sorted((bytes_of(prefill), bytes_of(decode)))
-        return (count - 1) * large + small + sum(len(role.instances) * bytes_of(role) for role in mixed)
-
-    pools = worst(lambda role: role.pool_bytes)
-    weights = worst(lambda role: _weights_bytes(deployment, role))
-    shm, memory = (machine.shm_bytes, machine.shm_free_bytes), (machine.memory_bytes, machine.memory_free_bytes)
-    yield from _fits("elastic_shm_room", "the KV pools, most instances in one role,", "/dev/shm", pools, *shm, mend)
-    what = "weights and KV pools, most instances in one role,"
-    yield from _fits("elastic_memory_room", what, "memory", weights + pools, *memory, mend)
-
-
-def _fits(
-    code: str, what: str, place: str, needed_bytes: int, total_bytes: int, free_bytes: int, mend: str
-) -> Iterator[Finding]:
-    """An error if it can never fit; a warning if it doesn't now, since what fills it may be gone by then."""
-    needed = f"{needed_bytes // _MIB} MiB"
-    if needed_bytes > total_bytes:
-        size = f"{total_bytes // _MIB} MiB"
-        yield error(code, "pools", (needed, size), f"{what} need {needed}; {place} has {size} in all", mend)
-    elif needed_bytes > free_bytes:
-        free = f"{free_bytes // _MIB} MiB"
-        yield warning(code, "pools", (needed, free), f"{what} need {needed}; {place} has {free} free now", mend)
 
 
 _CHECKERS = (
@@ -397,10 +243,11 @@ _CHECKERS = (
     _conversion_unused,
     _tokens_per_block,
     _tp,
-    _cores,
+    check_cores,
     _steps,
     _sequence,
     _precisions,
-    _room,
+    check_room,
     _elastic,
+    check_elastic_room,
 )

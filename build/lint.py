@@ -12,9 +12,10 @@ from trtpd.build.backends import backend_of
 from trtpd.build.backends.openvino import weights_file
 from trtpd.build.backends.tensorrt_llm.engine_dir import is_engine_dir
 from trtpd.build.checkpoint import Checkpoint, has_weights, open_architecture, open_checkpoint
-from trtpd.build.checks import Deployment, Finding, check, error, warning
+from trtpd.build.checks import check
 from trtpd.build.cost_profile import PROFILE
 from trtpd.build.engines import ENGINES, EngineName
+from trtpd.build.findings import Deployment, Finding, error, warning
 from trtpd.build.found_profile import find_profile
 from trtpd.build.machine import Machine, this_machine
 from trtpd.build.manifest import (

@@ -13,7 +13,7 @@ from trtpd.build.backends.tensorrt_llm.descriptor import Descriptor, built, plan
 from trtpd.build.backends.tensorrt_llm.release import KNOWN_RELEASES, parse_release
 from trtpd.build.backends.tensorrt_llm.settings import natural_kv_dtype
 from trtpd.build.backends.tensorrt_llm.shards import tp_faults
-from trtpd.build.checks import Finding, error, warning
+from trtpd.build.findings import Finding, error, warning
 from trtpd.build.machine import Machine
 from trtpd.build.manifest import Architecture, EngineConfig, RoleName, TensorRTConfig
 from trtpd.build.resolve import ResolvedPipeline, ResolvedRole

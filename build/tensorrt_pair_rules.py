@@ -7,7 +7,7 @@ from itertools import combinations
 
 from trtpd.build.backends.tensorrt_llm.descriptor import Descriptor
 from trtpd.build.backends.tensorrt_llm.release import parse_release
-from trtpd.build.checks import Finding, error, warning
+from trtpd.build.findings import Finding, error, warning
 from trtpd.build.kv_mapping import Side, mapping_fault
 
 _REBUILD = "give both roles the same and build them again"

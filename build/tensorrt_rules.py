@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from trtpd.build.backends.tensorrt_llm.descriptor import Descriptor
 from trtpd.build.backends.tensorrt_llm.release import KNOWN_RELEASES, parse_release
-from trtpd.build.checks import Finding, error, warning
+from trtpd.build.findings import Finding, error, warning
 
 _FUSED_ARCHITECTURES = ("LlamaForCausalLM", "Gemma2ForCausalLM", "MedusaForCausalLM")
 _NOT_DECODERS = ("EncoderModel", "DecoderModel", "WhisperEncoder", "BertModel", "RobertaModel")

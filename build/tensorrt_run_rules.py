@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from trtpd.build.backends.tensorrt_llm.descriptor import Descriptor
 from trtpd.build.backends.tensorrt_llm.release import parse_release
-from trtpd.build.checks import Finding, error, warning
+from trtpd.build.findings import Finding, error, warning
 
 _BUFFER_MEND = "leave it at auto, or give whole blocks of at least the longest prompt"
 _SWITCHES = (

@@ -50,8 +50,9 @@ class TransferSettings:
 class PullResult:
     """What became of one pull. `error` is None on success, else the message; `retryable` as in TransferError.
 
-    `seconds` is the time spent copying and verifying, waits for chunks not counted. `exposed_s` is the
-    part of the transfer that ran after the seal, which the user waits for.
+    `seconds` is the time spent copying and verifying, waits not counted. `exposed_s` is the time from the seal
+    to the end of the pull, which the user waits for: what was still to be copied then, and its turn behind
+    other pulls. So it may be more than `seconds`.
     """
 
     key: Key

@@ -19,9 +19,9 @@ import numpy.typing as npt
 from trtpd.errors import CapacityError, InternalError, LeaseError, TransferError
 from trtpd.kv_transfer import pool_file as file
 from trtpd.kv_transfer.layout import KVLayout
-from trtpd.kv_transfer.pool_file import PREFIX, SHM_DIR, PoolAddress, sweep
+from trtpd.kv_transfer.pool_file import PREFIX, SHM_DIR, PoolAddress, leftovers, sweep
 
-__all__ = ["Array", "PoolAddress", "SharedPool", "Words", "sweep"]
+__all__ = ["Array", "PoolAddress", "SharedPool", "Words", "leftovers", "sweep"]
 
 Array = npt.NDArray[np.generic]
 Words = npt.NDArray[np.unsignedinteger[npt.NBitBase]]

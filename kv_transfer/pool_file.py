@@ -12,6 +12,7 @@ import mmap
 import os
 import re
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -169,28 +170,33 @@ def start_ticks(pid: int) -> int | None:
 
 
 def sweep(prefix: str = PREFIX, *, directory: Path = SHM_DIR) -> list[str]:
-    """Unlinks pools whose creator (its pid and start time are in the file name) is gone. Their names."""
-    removed = []
+    """Unlinks pools whose creator is gone. Their names."""
+    return [path.name for path in _unowned(prefix, directory) if _unlocked(path, unlink=True)]
+
+
+def leftovers(prefix: str = PREFIX, *, directory: Path = SHM_DIR) -> list[Path]:
+    """What `sweep` would unlink."""
+    return [path for path in _unowned(prefix, directory) if _unlocked(path, unlink=False)]
+
+
+def _unowned(prefix: str, directory: Path) -> Iterator[Path]:
+    """Pools whose creator (its pid and start time are in the file name) is gone as far as this pid namespace knows."""
     for name in sorted(os.listdir(directory)):
         match = _FILE_NAME.fullmatch(name)
-        if match is None or not name.startswith(prefix):
-            continue
-        if start_ticks(int(match["pid"])) == int(match["start"]):
-            continue
-        if _unlink_unlocked(directory / name):
-            removed.append(name)
-    return removed
+        if match is not None and name.startswith(prefix) and start_ticks(int(match["pid"])) != int(match["start"]):
+            yield directory / name
 
 
-def _unlink_unlocked(path: Path) -> bool:
+def _unlocked(path: Path, *, unlink: bool) -> bool:
+    """Whether no creator holds its lock either. False for what is gone meanwhile, or is another user's."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
-        return False  # swept by someone else meanwhile, or another user's
+        return False
     try:
-        if not creator_is_gone(fd):
-            return False
-        path.unlink(missing_ok=True)
-        return True
+        gone = creator_is_gone(fd)
+        if gone and unlink:
+            path.unlink(missing_ok=True)
+        return gone
     finally:
         os.close(fd)

@@ -74,19 +74,22 @@ class BenchOptions:
 
 
 class ServerLook(msgspec.Struct, frozen=True, kw_only=True):
-    """What the server says of itself around the run; counters and faults are those of the run."""
+    """What the server says of itself around the run; counters, faults and events are those of the run."""
 
     about: dict[str, str]
     instances: dict[str, dict[str, Any]]
     counters: dict[str, int]
     faults: tuple[str, ...]
+    events: tuple[str, ...] = ()
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """report.json of a benchmark. `cpu_s`: CPU seconds of each kind of process over `health.wall_s`."""
+    """report.json of a benchmark. `requests`: of the workload, those that an interrupted run did not come to included.
+    `cpu_s`: CPU seconds of each kind of process over `health.wall_s`."""
 
     workload: str
     seed: int
+    requests: int
     notes: tuple[str, ...]
     targets: str
     slo: Slo
@@ -200,6 +203,7 @@ def result_of(
     return Result(
         workload=workload.name,
         seed=workload.seed,
+        requests=len(workload.asks),
         notes=workload.notes,
         targets=f"{options.slo}{options.targets_remark}",
         slo=options.slo,
@@ -257,10 +261,15 @@ def _look(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> 
         return None
     earlier = before["counters"]
     counters = {name: value - earlier.get(name, 0) for name, value in after["counters"].items()}
-    known = {fault["what"] for fault in before["faults"]}
     return ServerLook(
         about={name: str(after[name]) for name in ("model", "fingerprint", "trtpd", "max_seq_tokens") if name in after},
         instances=dict(after["instances"]),
         counters={name: value for name, value in sorted(counters.items()) if value},
-        faults=tuple(fault["what"] for fault in after["faults"] if fault["what"] not in known),
+        faults=_new(before, after, "faults"),
+        events=_new(before, after, "events"),
     )
+
+
+def _new(before: Mapping[str, Any], after: Mapping[str, Any], notes: str) -> tuple[str, ...]:
+    known = {note["what"] for note in before.get(notes, ())}
+    return tuple(note["what"] for note in after.get(notes, ()) if note["what"] not in known)

@@ -52,8 +52,9 @@ def lines(result: Result) -> list[str]:
     verdicts = ", ".join(f"{name} {count}" for name, count in figures.verdicts.items())
     return [
         f"goodput      {interval(ours.per_s, unit='requests/s')}{per_unit}; targets: {result.targets}",
-        f"attainment   {percent(ours.attainment)} of {figures.offered} offered at "
+        f"attainment   {percent(ours.attainment)} of {figures.offered} counted, offered at "
         f"{number(figures.offered_per_s)} requests/s; completion {percent(figures.completion)}",
+        f"requests     {counted_text(result.requests, figures)}",
         f"verdicts     {verdicts or NOTHING}",
         *_latency_lines(figures),
         f"tokens       {number(figures.output_tokens_per_s)}/s out, {number(figures.prompt_tokens_per_s)}/s in",
@@ -62,6 +63,21 @@ def lines(result: Result) -> list[str]:
         f"CPU          {_cpu_line(result)}",
         *(f"note         {remark}" for remark in result.remarks),
     ]
+
+
+def counted_text(requests: int, figures: Figures) -> str:
+    """How many of a workload's requests the figures are of, and why not of the others."""
+    unsent = requests - figures.offered - figures.cut
+    others = []
+    if figures.cut:
+        others.append(
+            f"{figures.cut} due in the warm-up, the first {figures.warm_up_s:.3g} s (--warm-up-s 0 counts these too)"
+        )
+    if unsent:
+        others.append(f"{unsent} not yet due when the run was interrupted")
+    if not others:
+        return f"{requests}, all counted"
+    return f"{requests} in all, {figures.offered} counted; not counted: {', '.join(others)}"
 
 
 def _latency_lines(figures: Figures) -> list[str]:
@@ -91,7 +107,7 @@ def write(folder: Path, measured: Measured, *, command: str) -> Path:
     page = Page(
         title=f"trtpd bench: {result.workload}",
         subtitle=f"{result.environment.made_at} · {result.environment.cpu}, {result.environment.cpus_usable} CPUs",
-        summary=lines(result)[:2],
+        summary=lines(result)[:3],
         remarks=result.remarks,
         sections=sections(result, records, drawn),
         command=f"{command}\n\n# the same requests, byte for byte:\n"
@@ -237,7 +253,7 @@ def _verdict_table(figures: Figures) -> Table:
         (verdict, str(count), *(str(figures.kinds[kind].get(verdict, 0)) for kind in kinds))
         for verdict, count in figures.verdicts.items()
     ]
-    rows.append(("offered", str(figures.offered), *(str(sum(figures.kinds[kind].values())) for kind in kinds)))
+    rows.append(("counted", str(figures.offered), *(str(sum(figures.kinds[kind].values())) for kind in kinds)))
     return Table(headings=("", "all", *kinds), rows=rows)
 
 
@@ -250,8 +266,9 @@ def _transfer_text(records: Sequence[Record]) -> str:
     prefill_s = sum(times.prefill_s or 0.0 for times in moved)
     megabytes = sum(times.transfer_bytes for times in moved) / 1e6
     return (
-        f"{len(moved)} hand-offs moved {number(megabytes, unit='MB')} in {number(total_s * 1e3, unit='ms')}, of which "
-        f"{number(exposed_s * 1e3, unit='ms')} were waited for: {exposed_s / prefill_s:.2%} of their prefill."
+        f"{len(moved)} hand-offs moved {number(megabytes, unit='MB')} in {number(total_s * 1e3, unit='ms')}; "
+        f"{number(exposed_s * 1e3, unit='ms')} were waited for them after their prefills, which took "
+        f"{number(prefill_s * 1e3, unit='ms')} ({exposed_s / prefill_s:.2%})."
         if prefill_s > 0
         else f"{len(moved)} hand-offs moved {number(megabytes, unit='MB')}."
     )
@@ -292,6 +309,7 @@ def _setting(result: Result) -> list[tuple[str, str]]:
             ("counters of the run", ", ".join(f"{n} {v}" for n, v in result.server.counters.items()) or NOTHING)
         )
         rows += [("fault", fault) for fault in result.server.faults]
+        rows += [("event", event) for event in result.server.events]
     return rows
 
 

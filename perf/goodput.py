@@ -98,7 +98,8 @@ class Goodput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """All figures of one run. Requests due in the window count; latencies are of those that finished, in seconds.
+    """All figures of one run. Requests due in the window count (`offered`); those due before it, in the warm-up, do not
+    (`cut`). Latencies are of those that finished, in seconds.
 
     `verdicts` are by the definition trtpd; `kinds` says what each kind of request got of it. `itl` is over all token
     gaps (0 within a response), `response_gap` over those between responses. `tpot_spread` is p99 over p50 of the

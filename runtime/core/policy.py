@@ -79,7 +79,7 @@ class Policy:
       rebalance_gain              the least gain in capacity, as a factor
 
     Memory
-      faults_kept                 recent faults that status shows
+      faults_kept                 recent faults that status shows, and as many events
       timelines_kept              timelines of ended requests
     """
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from trtpd.runtime.core.books import Books
 from trtpd.runtime.core.instance import Instance
 from trtpd.runtime.core.rebalance import Rebalancer
+from trtpd.runtime.core.tally import Note
 
 
 def snapshot(books: Books, rebalancers: Mapping[str, Rebalancer]) -> dict[str, Any]:
@@ -39,8 +40,13 @@ def snapshot(books: Books, rebalancers: Mapping[str, Rebalancer]) -> dict[str, A
         "shed": dict(tally.shed),
         "moves": dict(tally.moves),
         "rungs": dict(tally.rungs),
-        "faults": [{"at_s": fault.at_s, "code": fault.code, "text": fault.text} for fault in tally.faults],
+        "faults": note_views(tally.faults),
+        "events": note_views(tally.events),
     }
+
+
+def note_views(notes: Iterable[Note]) -> list[dict[str, Any]]:
+    return [{"at_s": note.at_s, "code": note.code, "text": note.text} for note in notes]
 
 
 def ladder_view(books: Books) -> dict[str, Any]:

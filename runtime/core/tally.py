@@ -10,8 +10,8 @@ from trtpd.runtime.core.policy import Policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
-    """Something went wrong and was dealt with."""
+class Note:
+    """A fault: something went wrong and was dealt with. An event: the router changed its ways, or would."""
 
     at_s: float
     code: str
@@ -19,7 +19,7 @@ class Fault:
 
 
 class Tally:
-    """Counters by name, each a plain number that only grows; recent faults and recent timelines, both
+    """Counters by name, each a plain number that only grows; recent faults, events and timelines, all
     bounded."""
 
     def __init__(self, policy: Policy) -> None:
@@ -33,13 +33,17 @@ class Tally:
         self.shed: Counter[str] = Counter()
         self.moves: Counter[str] = Counter()
         self.rungs: Counter[str] = Counter()
-        self.faults: deque[Fault] = deque(maxlen=policy.faults_kept)
+        self.faults: deque[Note] = deque(maxlen=policy.faults_kept)
+        self.events: deque[Note] = deque(maxlen=policy.faults_kept)
         self._ended: OrderedDict[int, Timeline] = OrderedDict()
         self._timelines_kept = policy.timelines_kept
 
     def fault(self, at_s: float, code: str, text: str) -> None:
-        self.faults.append(Fault(at_s=at_s, code=code, text=text))
+        self.faults.append(Note(at_s=at_s, code=code, text=text))
         self.counts["faults"] += 1
+
+    def event(self, at_s: float, code: str, text: str) -> None:
+        self.events.append(Note(at_s=at_s, code=code, text=text))
 
     def keep(self, timeline: Timeline) -> None:
         """Remembers an ended request's timeline; the oldest makes room."""

@@ -96,7 +96,7 @@ class Watch:
         if change is None:
             return
         text = f"rung {change.former.name} to {change.rung.name}: {change.reason} (pressure {change.pressure:.2f})"
-        books.tally.fault(books.now_s, "ladder", text)
+        books.tally.event(books.now_s, "ladder", text)
         books.tally.rungs[f"{change.rung.name.lower()}:{change.reason}"] += 1
         books.room_changed = True
         if change.rung >= Rung.SHED_LOW:
@@ -179,7 +179,7 @@ class Watch:
     def _propose(self, found: Proposal, candidates: list[Instance]) -> None:
         """Says it; with `elastic`, asks the instance with the least to lose to switch."""
         books = self._books
-        books.tally.fault(books.now_s, "rebalance", f"{found.kind} for {found.role}: {found.why}")
+        books.tally.event(books.now_s, "rebalance", f"{found.kind} for {found.role}: {found.why}")
         books.tally.counts[f"proposed_{found.kind}_{found.role}"] += 1
         if not books.policy.elastic or found.kind != "switch":
             return

@@ -14,8 +14,9 @@ import numpy as np
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
-from trtpd.errors import NoInstanceError, RequestError, SaturatedError, ServeError, TrtpdError
+from trtpd.errors import CapacityError, NoInstanceError, RequestError, SaturatedError, ServeError, TrtpdError
 from trtpd.runtime.serve.address import server_address
+from trtpd.runtime.serve.emitter import SHUTTING_DOWN
 from trtpd.runtime.serve.timeline import TimelineReport, from_json
 
 MODEL = "pd"
@@ -23,6 +24,9 @@ CONNECT_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 600.0
 STATUS_TIMEOUT_S = 10.0
 MOST_FLOAT = 3e38
+_AGAIN = "ask again once `trtpd status` answers (if it doesn't, start a server with `trtpd serve BUILD`)"
+_LOST = ("UNAVAILABLE", "UNKNOWN", "INTERNAL", "CANCELLED")
+"""gRPC's own ends of a stream whose server went away. What the server itself says has no such status."""
 _UNREACHED = {
     "Connection refused": "nothing listens there",
     "hostname lookup error": "no host has that name",
@@ -61,7 +65,7 @@ def generate(
     """Streams the answer to a raw `prompt` or to a chat. Closing the iterator cancels the request.
 
     Raises RequestError for a refused request, SaturatedError and NoInstanceError as the server says, ServeError
-    when it can't be reached, breaks, or takes longer than `timeout_s`.
+    when it can't be reached, breaks, or takes longer than `timeout_s`, and for whatever ends an answer in the middle.
     """
     inputs = [
         _text("text_input", None if prompt is None else [prompt]),
@@ -74,15 +78,28 @@ def generate(
         _text("stop_words", list(stop) or None),
         _number("stream", True, "BOOL"),
     ]
-    with contextlib.closing(_stream(url, [tensor for tensor in inputs if tensor], timeout_s)) as results:
-        for result in results:
-            timeline = _read_text(result, "timeline")
-            yield Chunk(
-                text=_read_text(result, "text_output"),
-                ids=tuple(_read(result, "output_ids")),
-                finish_reason=_read_text(result, "finish_reason"),
-                timeline=from_json(timeline) if timeline else None,
-            )
+    came_tokens = 0
+    try:
+        with contextlib.closing(_stream(url, [tensor for tensor in inputs if tensor], timeout_s)) as results:
+            for result in results:
+                chunk = _chunk(result)
+                came_tokens += len(chunk.ids)
+                yield chunk
+    except (ServeError, CapacityError) as error:
+        if came_tokens == 0:
+            raise
+        tokens = f"{came_tokens} token{'s' if came_tokens > 1 else ''} of it came"
+        raise ServeError(f"the answer is incomplete, {tokens}: {error}") from error
+
+
+def _chunk(result: Any) -> Chunk:
+    timeline = _read_text(result, "timeline")
+    return Chunk(
+        text=_read_text(result, "text_output"),
+        ids=tuple(_read(result, "output_ids")),
+        finish_reason=_read_text(result, "finish_reason"),
+        timeline=from_json(timeline) if timeline else None,
+    )
 
 
 def status(url: str, *, timeout_s: float = STATUS_TIMEOUT_S) -> dict[str, Any]:
@@ -144,9 +161,13 @@ def _translated(error: InferenceServerException, url: str) -> TrtpdError:
     message = _first_line(error.message())
     found = re.match(r"code=(\w+)(?: retry_after_s=([\d.]+))? ?(.*)", message)
     if found is None:
-        refused_by_triton = "INVALID_ARG" in str(error.status() or "")
-        return RequestError(message) if refused_by_triton else ServeError(f"{url}: {message}")
+        status = str(error.status() or "")
+        if any(sign in status for sign in _LOST):
+            return ServeError(f"the server at {url} went away (gRPC: {message}); {_AGAIN}")
+        return RequestError(message) if "INVALID_ARG" in status else ServeError(f"{url}: {message}")
     code, retry_after, text = found[1], found[2], found[3]
+    if code == SHUTTING_DOWN:
+        return ServeError(f"the server at {url} is going away and ended this; {_AGAIN}")
     if code == RequestError.code:
         return RequestError(text)
     if code == SaturatedError.code:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
+import os
 import shutil
 import sys
 from dataclasses import asdict, dataclass
@@ -13,9 +15,15 @@ from typing import Literal
 from trtpd.build.gpu_probe import NO_DRIVER, find_gpus
 from trtpd.build.gpu_topology import Topology, describe_devices, describe_links
 from trtpd.build.machine import this_machine
+from trtpd.kv_transfer.pool import leftovers
+from trtpd.runtime.serve import rundir
 
 PYTRITON_VERSION = "0.7.0"
 GIB = 1 << 30
+BLOCK_BYTES = 512
+"""What stat counts in."""
+LEFTOVERS_NAMED = 3
+_LEFT_BY = "room for others: what servers that were killed left in /tmp and /dev/shm"
 NGC_SERVER = Path("/opt/tritonserver/bin/tritonserver")
 Status = Literal["ok", "missing", "limited"]
 
@@ -48,6 +56,7 @@ def examine() -> list[Check]:
         _python(),
         *_machine(),
         _triton(),
+        _leftovers(),
         _distribution("tokenizers", needed_for="text in and out"),
         _mpi(),
         _nixl(),
@@ -118,6 +127,30 @@ def _triton() -> Check:
     if wheel:
         return Check(name="triton", status="limited", found=f"nvidia-pytriton {wheel}", needed_for="serve", mend=mend)
     return Check(name="triton", status="missing", found="no server", needed_for="serve", mend=mend)
+
+
+def _leftovers() -> Check:
+    """Only shown: what looks left behind from here may be in use in another container, whose servers alone can tell."""
+    paths = [path for path in (*rundir.leftovers(), *leftovers()) if os.access(path, os.W_OK)]
+    if not paths:
+        return Check(name="leftovers", status="ok", found="none", needed_for=_LEFT_BY)
+    more = f" and {len(paths) - LEFTOVERS_NAMED} more" if len(paths) > LEFTOVERS_NAMED else ""
+    named = ", ".join(map(str, paths[:LEFTOVERS_NAMED])) + more
+    return Check(
+        name="leftovers",
+        status="limited",
+        found=f"{sum(map(_size_bytes, paths)) / 1e6:,.1f} MB: {named}",
+        needed_for=_LEFT_BY,
+        mend="the next `trtpd serve` removes them",
+    )
+
+
+def _size_bytes(path: Path) -> int:
+    size_bytes = 0
+    for file in (path, *path.rglob("*")):
+        with contextlib.suppress(OSError):  # it may go meanwhile
+            size_bytes += file.lstat().st_blocks * BLOCK_BYTES
+    return size_bytes
 
 
 def _mpi() -> Check:

@@ -7,7 +7,7 @@ gets an error, and the process ends so that a fresh router can learn everything 
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import itertools
 import logging
 import threading
@@ -21,7 +21,9 @@ from typing import Any, Protocol
 from trtpd.errors import NoInstanceError, ServeError, TrtpdError
 from trtpd.runtime.core import events as core
 from trtpd.runtime.serve.answer import Answer, failure_of
-from trtpd.runtime.serve.emitter import Emitter, End, Failure, Piece, Sink
+from trtpd.runtime.serve.discount import Discount
+from trtpd.runtime.serve.emitter import SHUTTING_DOWN, Emitter, End, Failure, Piece, Sink
+from trtpd.runtime.serve.guarded_loop import GuardedLoop
 from trtpd.runtime.serve.metrics import Metrics
 from trtpd.runtime.serve.orders import Order, Prepared, beginning_of, ending_of
 from trtpd.runtime.serve.status import status_of
@@ -103,28 +105,24 @@ class Driver:
         self._registered = threading.Condition()
         self._began_s = clock()
         self._drain_until_s: float | None = None
-        self._dead = False
         self._switches = Switches()
+        self._discount = Discount()
         self._collector = Collector()
-        self._loop = asyncio.new_event_loop()
+        self._loop = GuardedLoop("router", on_fatal=self._die)
         self._emitter = Emitter(self.client_gone, interval_tokens=interval_tokens, clock=clock)
         self._link = make_link(self._wake)
-        self._thread = threading.Thread(target=self._run, name="router", daemon=True)
 
     def start(self) -> None:
         self._metrics.start()
         self._emitter.start()
         self._link.start()
-        self._thread.start()
+        self._loop.start()
+        self._loop.call(self._housekeeping)
 
     def stop(self) -> None:
         """Ends open streams with UNAVAILABLE, hangs up on the leaders, joins every thread. Idempotent."""
         self._emitter.stop(_SHUTTING_DOWN)
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-        if not self._loop.is_closed():
-            self._loop.close()
+        self._loop.stop()
         self._link.close()
         self._metrics.stop()
 
@@ -138,7 +136,7 @@ class Driver:
         for request_id, sink in zip(ids, sinks, strict=True):
             self._emitter.open(request_id, sink, stream=stream)
         others = list(zip(ids[1:], answers[1:], strict=True))
-        if not self._call(self._arrive, ids[0], answers[0], others):
+        if not self._loop.call(self._arrive, ids[0], answers[0], others):
             for request_id in ids:
                 self._emitter.close(request_id, End(failure=_ROUTER_DOWN))
         return ids
@@ -150,17 +148,27 @@ class Driver:
         self._emitter.push(request_id, Piece(text=text))
         self._emitter.close(request_id, end)
 
+    @contextlib.contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Requests that begin and end in here are no client's: neither status nor metrics count them. To be used while
+        there are no others."""
+        self._loop.call(lambda: self._discount.begin(self._core.snapshot()))
+        try:
+            yield
+        finally:
+            self._loop.call(lambda: self._discount.end(self._core.snapshot()))
+
     def client_gone(self, request_id: int) -> None:
-        self._call(self._step, core.ClientGone(request_id=request_id))
+        self._loop.call(self._step, core.ClientGone(request_id=request_id))
 
     def drain(self, until_s: float) -> None:
         """What still runs at `until_s` (monotonic clock) is ended with UNAVAILABLE."""
-        self._call(self._set_drain, until_s)
+        self._loop.call(self._set_drain, until_s)
 
     def status(self, timeout_s: float = 5.0) -> dict[str, Any]:
         """What there is, what it does, what went wrong. Raises ServeError if the router doesn't answer."""
         future: Future[dict[str, Any]] = Future()
-        if not self._call(lambda: future.set_result(self._status())):
+        if not self._loop.call(lambda: future.set_result(self._status())):
             raise ServeError("the router has stopped; it is being restarted")
         try:
             return future.result(timeout_s)
@@ -177,28 +185,7 @@ class Driver:
     # In the loop
 
     def _wake(self) -> None:
-        self._call(self._on_link)
-
-    def _call(self, function: Callable[..., None], *args: Any) -> bool:
-        """Runs it in the loop, where nothing may escape: an exception there is fatal."""
-        try:
-            self._loop.call_soon_threadsafe(self._guarded, function, *args)
-        except RuntimeError:  # the loop is closed
-            return False
-        return not self._dead
-
-    def _guarded(self, function: Callable[..., None], *args: Any) -> None:
-        if self._dead:
-            return
-        try:
-            function(*args)
-        except Exception as error:  # noqa: BLE001 - nothing may escape into the loop unseen
-            self._die(error)
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.call_soon(self._guarded, self._housekeeping)
-        self._loop.run_forever()
+        self._loop.call(self._on_link)
 
     def _on_link(self) -> None:
         for event in self._link.drain():
@@ -245,7 +232,7 @@ class Driver:
         others, live.others = live.others, ()
         left_s = max(0.0, live.deadline_s - self._clock())
         for request_id, prepared in others:
-            self._call(self._arrive, request_id, replace(prepared, deadline_s=left_s))
+            self._loop.call(self._arrive, request_id, replace(prepared, deadline_s=left_s))
 
     def _step(self, event: core.Event) -> None:
         """One event through the core, and whatever follows from its commands."""
@@ -265,7 +252,7 @@ class Driver:
             case core.Refuse():
                 self._refuse(command)
             case core.WakeAt():
-                self._loop.call_later(max(0.0, command.at_s - self._clock()), self._guarded, self._step, core.Tick())
+                self._loop.later(command.at_s - self._clock(), self._step, core.Tick())
             case core.Quarantine():
                 log.warning("%s gets no work for now: %s", command.instance, command.reason)
             case core.SwitchRole():
@@ -310,7 +297,7 @@ class Driver:
         self._emitter.push(command.request_id, piece)
         self._emitter.close(command.request_id, end)
         self._close((other for other, _ in live.others), End(cancelled=True))
-        if timeline is not None:
+        if timeline is not None and not self._discount.under_way:
             prepared = live.prepared
             self._metrics.ended(
                 timeline,
@@ -352,7 +339,8 @@ class Driver:
 
     def _housekeeping(self) -> None:
         self._link.check()
-        self._metrics.gauges(self._core.snapshot(), up=self._instances)
+        if not self._discount.under_way:
+            self._metrics.gauges(self._discount.applied(self._core.snapshot()), up=self._instances)
         up = Counter[str](hello.role for hello in self._instances.values())
         self._metrics.roles(up, switching=len(self._switches.under_way))
         if self._drain_until_s is not None and self._clock() >= self._drain_until_s:
@@ -360,7 +348,7 @@ class Driver:
                 self._emitter.close(request_id, End(failure=_SHUTTING_DOWN))
                 self._step(core.ClientGone(request_id=request_id))
         self._collector.look(self._clock())
-        self._loop.call_later(HOUSEKEEPING_S, self._guarded, self._housekeeping)
+        self._loop.later(HOUSEKEEPING_S, self._housekeeping)
 
     def _set_drain(self, until_s: float) -> None:
         self._drain_until_s = until_s
@@ -373,17 +361,17 @@ class Driver:
         }
         busy_s = {peer.instance: round(peer.busy_s, 3) for peer in self._link.peers()}
         switched = {f"switched_{role}_{outcome}": count for (role, outcome), count in self._switches.ended.items()}
-        found = status_of(self._core.snapshot(), busy_s=busy_s, becoming=self._switches.under_way)
+        router = self._discount.applied(self._core.snapshot())
+        found = status_of(router, busy_s=busy_s, becoming=self._switches.under_way)
         found["counters"] |= switched
         return about | found
 
     def _die(self, error: BaseException) -> None:
-        self._dead = True
         log.critical("the router stops: %s", error, exc_info=error)
         text = str(error) if isinstance(error, TrtpdError) else repr(error)
         self._emitter.close_all(Failure(status="INTERNAL", message=f"code=internal the router failed: {text}"))
         self._on_fatal(error)
 
 
-_SHUTTING_DOWN = Failure(status="UNAVAILABLE", message="code=shutting_down the server is stopping")
+_SHUTTING_DOWN = failure_of(SHUTTING_DOWN, "the server is stopping")
 _ROUTER_DOWN = failure_of(NoInstanceError.code, "the router is restarting; try again in a few seconds")

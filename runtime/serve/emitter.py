@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 POLL_S = 0.02
 """How often a stream is asked whether its client has left; rarer with many streams, as asking costs."""
 POLL_COST_S = 0.0005
+SHUTTING_DOWN = "shutting_down"
+"""Reason code of a request that the server's own end refuses or cuts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

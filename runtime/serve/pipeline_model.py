@@ -89,7 +89,8 @@ class PipelineModel:
         self._driver.start()
         try:
             self._await_instances()
-            probe(self._driver, self._manifest, self._limits)
+            with self._driver.uncounted():
+                probe(self._driver, self._manifest, self._limits)
         except TrtpdError:
             self._driver.stop()
             raise

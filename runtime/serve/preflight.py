@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,24 +31,40 @@ class Ports:
 
 
 def check_ports(host: str, wanted: Ports) -> Ports:
-    """The ports with every 0 replaced by a free one. Raises InputError for ports that can't be and a host that is not
-    this one's, ServeError for a port in use."""
+    """The ports with every 0 replaced by a free one. Raises InputError for ports that can't be or are in use, and for a
+    host that is not this one's."""
     chosen = {"http": wanted.http, "grpc": wanted.grpc, "metrics": wanted.metrics}
     fixed = [port for port in chosen.values() if port]
     if len(set(fixed)) < len(fixed):
         raise InputError(f"ports {', '.join(f'--{front} {port}' for front, port in chosen.items())} must differ")
     _check_host(host)
+    faults: dict[str, OSError] = {}
     with contextlib.ExitStack() as held:  # all at once, so that no free port is found twice
         for front, port in chosen.items():
             try:
                 listener = held.enter_context(socket.create_server((host, port), family=_family(host)))
             except OSError as error:
-                raise ServeError(
-                    f"port {port} on {host} can't be used ({_reason(error)}{_holder(port)}); stop what listens there, "
-                    f"or choose another with --{front} PORT (0: any)"
-                ) from error
-            chosen[front] = listener.getsockname()[1]
+                faults[front] = error
+            else:
+                chosen[front] = listener.getsockname()[1]
+    if faults:
+        raise InputError(_unusable(host, chosen, faults)) from next(iter(faults.values()))
     return Ports(**chosen)
+
+
+def _unusable(host: str, ports: Mapping[str, int], faults: Mapping[str, OSError]) -> str:
+    """Every port that can't be had, who has it, and the options that choose others."""
+    by_reason: dict[str, list[str]] = {}
+    for front, error in faults.items():
+        by_reason.setdefault(_reason(error) + _holder(ports[front], error), []).append(str(ports[front]))
+    taken = ", ".join(f"{', '.join(found)} ({why})" for why, found in by_reason.items())
+    options = " ".join(f"--{front} PORT" for front in faults)
+    in_use = any(error.errno == errno.EADDRINUSE for error in faults.values())
+    return (
+        f"port{'s' if len(faults) > 1 else ''} {taken} can't be used on {host}; "
+        f"{'stop what listens there, or ' if in_use else ''}choose {'others' if len(faults) > 1 else 'another'} with "
+        f"{options} (0: any free port)"
+    )
 
 
 def _check_host(host: str) -> None:
@@ -111,11 +128,13 @@ def _reason(error: OSError | UnicodeError) -> str:
     return str(error.strerror or error).partition(" (while")[0]
 
 
-def _holder(port: int) -> str:
-    """Who listens there, if it may be known."""
+def _holder(port: int, error: OSError) -> str:
+    """Who listens there, as far as it may be known."""
+    if error.errno != errno.EADDRINUSE:
+        return ""
     with contextlib.suppress(psutil.Error, OSError):
         for connection in psutil.net_connections("tcp"):
             listens = connection.status == psutil.CONN_LISTEN and connection.pid
             if listens and getattr(connection.laddr, "port", None) == port:
-                return f", held by {psutil.Process(connection.pid).name()} (pid {connection.pid})"
-    return ""
+                return f", held by {psutil.Process(connection.pid).name()}, pid {connection.pid}"
+    return ", by another user's process or in another container"

@@ -32,6 +32,14 @@ def own_identity() -> Identity:
     return Identity(os.getpid(), ticks)
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process stands still (SIGSTOP, Ctrl-Z): of all signals only SIGKILL ends it. False if there is none."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    except psutil.NoSuchProcess:
+        return False
+
+
 def end_with_parent(*, look_every_s: float = 1.0) -> None:
     """From now on this process ends soon after its parent has. For Triton's stubs: one that is in a call to its
     server when that dies would wait for ever. (A parent-death signal would not do: it follows the thread that

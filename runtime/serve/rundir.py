@@ -19,8 +19,9 @@ import tempfile
 from pathlib import Path
 
 import msgspec
+import psutil
 
-from trtpd.runtime.serve.processes import Identity, own_identity
+from trtpd.runtime.serve.processes import Identity, kill_all, own_identity
 from trtpd.runtime.worker.group import sweep_groups
 
 SHM_DIR = Path("/dev/shm")
@@ -73,14 +74,19 @@ def region_prefix() -> str:
 
 def sweep_leftovers() -> list[str]:
     """Removes run directories and Triton's shared memory of launchers that are gone, and the folders of groups whose
-    keepers are. Returns their names."""
-    removed = []
+    keepers are. Returns their names. Stubs of such launchers are ended first: one that was talking to its server when
+    that was killed waits for ever, deaf to its own watch."""
+    found = leftovers()
+    for path in found:
+        kill_all(psutil.Process(stub.pid) for stub in stubs(path) if stub.alive)
+        remove(path)
+    return [path.name for path in found] + sweep_groups(SHM_DIR)
+
+
+def leftovers() -> list[Path]:
+    """Run directories and Triton's shared memory of launchers that are gone."""
     candidates = [*_base().glob(f"{PREFIX}*"), *SHM_DIR.glob(f"{REGION_PREFIX}*")]
-    for path in candidates:
-        if _owner_is_gone(path.name):
-            remove(path)
-            removed.append(path.name)
-    return removed + sweep_groups(SHM_DIR)
+    return [path for path in candidates if _owner_is_gone(path.name)]
 
 
 def sweep_regions(prefix: str) -> list[str]:
@@ -136,11 +142,12 @@ def announce_drain(run_dir: Path, until_s: float) -> None:
 
 
 def drain_until_s(run_dir: Path) -> float | None:
-    """None while serving goes on."""
+    """None while serving goes on; long ago if the launcher was killed: the server is told to end then, and would wait
+    for streams that nobody cuts."""
     try:
         return float((run_dir / "drain").read_text())
     except FileNotFoundError:
-        return None
+        return 0.0 if _owner_is_gone(run_dir.name) else None
 
 
 def tail(path: Path, lines: int = 15) -> str:

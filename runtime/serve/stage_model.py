@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 REQUEST_TIMEOUT_S = 120.0
 DRAIN_S = 10.0
 STOP_GRACE_S = 5.0
+ANSWER_S = 2.0
+"""A worker says how it is from a thread of its own, whatever it computes. One that takes longer is stopped or hangs."""
 MAX_CALLS = 128
 
 
@@ -71,12 +73,12 @@ class StageModel:
             self._calls.submit(self._answer, request_id, tensors)
 
     def finalize(self) -> None:
-        """Lets what runs end for a while, then stops the worker."""
-        ready = self._worker.ready
+        """Lets what runs end for a while, then stops the worker: without grace if it doesn't answer."""
+        ready, grace_s = self._worker.ready, STOP_GRACE_S
         if ready is not None:
             with LocalClient(ready.local) as client:
-                _drain(client, time.monotonic() + DRAIN_S)
-        self._worker.stop(grace_s=STOP_GRACE_S)
+                grace_s = STOP_GRACE_S if _drain(client, time.monotonic() + DRAIN_S) else 0.0
+        self._worker.stop(grace_s=grace_s)
         self._calls.shutdown(wait=True)
         self._emitter.stop(failure_of(ServeError.code, f"{self._name} is stopping"))
 
@@ -223,13 +225,20 @@ def worker_command(build: Path, instance: str) -> WorkerCommand:
     )
 
 
-def _drain(client: LocalClient, until_s: float) -> None:
+def _drain(client: LocalClient, until_s: float) -> bool:
+    """Lets what runs end, until then. False for a worker that doesn't even say how it is."""
     try:
-        client.drain(timeout_s=DRAIN_S)
-        while client.status().jobs and time.monotonic() < until_s:
+        client.status(ANSWER_S)
+    except ServeError as error:
+        log.warning("killing a worker that does not answer: %s", error)
+        return False
+    try:
+        client.drain(timeout_s=max(0.0, until_s - time.monotonic()))
+        while client.status(ANSWER_S).jobs and time.monotonic() < until_s:
             time.sleep(0.05)
     except ServeError as error:
-        log.warning("stopping a worker that does not answer: %s", error)
+        log.warning("stopping a worker that did not drain: %s", error)
+    return True
 
 
 def _integer(tensors: Mapping[str, Any], name: str, low: int, high: int) -> int:

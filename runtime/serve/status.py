@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 INSTANCE_FIELDS = (
@@ -39,7 +39,8 @@ def status_of(
     """`router` is RouterCore.snapshot(); `busy_s` says for each registered instance how long its step has run;
     `becoming` the role of each that is on its way into another.
 
-    `requests` of an instance are those it holds something of, ended ones that it has not let go of included.
+    `requests` of an instance are those it holds something of, ended ones that it has not let go of included. `faults`
+    went wrong and were dealt with; `events` are what the router did by design: rungs of the ladder, proposals.
     """
     counters = dict(router["counters"])
     for outcome in ("finished", "failed", "refused", "retries", "placed", "shed", "moves"):
@@ -60,8 +61,10 @@ def status_of(
         },
         "links_down": list(router["links_down"]),
         "counters": counters,
-        "faults": [
-            {"ago_s": round(router["now_s"] - fault["at_s"], 1), "code": fault["code"], "what": fault["text"]}
-            for fault in router["faults"]
-        ],
+        "faults": _notes(router["faults"], router["now_s"]),
+        "events": _notes(router["events"], router["now_s"]),
     }
+
+
+def _notes(notes: Iterable[Mapping[str, Any]], now_s: float) -> list[dict[str, Any]]:
+    return [{"ago_s": round(now_s - note["at_s"], 1), "code": note["code"], "what": note["text"]} for note in notes]

@@ -18,8 +18,9 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Transfer(msgspec.Struct, frozen=True, kw_only=True):
-    """`exposed_ms` is the part the client waited for: it ran after the prefill was done. KV of `present_tokens` tokens
-    was at its destination already and did not move."""
+    """`ms` is the time of the copying itself. `exposed_ms` is how long the client waited for the KV once the prefill
+    was done: for what was still to be copied, and for its turn behind other transfers, so it may be more than `ms`.
+    KV of `present_tokens` tokens was at its destination already and did not move."""
 
     bytes: int
     chunks: int
@@ -108,8 +109,8 @@ def render(timeline: TimelineReport) -> str:
     if timeline.transfer is not None:
         t = timeline.transfer
         lines.append(
-            f"  transfer     {_text(t.ms)}   {t.bytes / 1e6:.2f} MB in {t.chunks} chunks over {t.path}, "
-            f"{t.exposed_ms:.1f} ms of it waited for"
+            f"  transfer     {_text(t.ms)}   {t.bytes / 1e6:.2f} MB in {t.chunks} chunks over {t.path}; "
+            f"waited for {t.exposed_ms:.1f} ms after the prefill"
         )
     lines += [
         f"  first token  {_text(timeline.ttft_ms)}   after arrival",

@@ -25,6 +25,7 @@ from trtpd.build.manifest import RoleName
 from trtpd.errors import EngineError, ServeError, TrtpdError
 from trtpd.kv_transfer.hands import copying_environment
 from trtpd.kv_transfer.pool import sweep
+from trtpd.runtime.serve.processes import is_stopped
 from trtpd.runtime.serve.rundir import tail
 from trtpd.runtime.worker.assembly import tagged
 from trtpd.runtime.worker.gpus import GpuBinding
@@ -41,6 +42,7 @@ LOAD_TIMEOUT_S = 300.0
 STEADY_S = 30.0
 """A worker that ran this long is restarted without delay when it dies."""
 SIGNAL_S = 2.0
+LOOK_S = 0.1
 LAST_LINES = 60
 """Of a log; mpirun adds up to thirty to a rank's own last one."""
 
@@ -107,18 +109,37 @@ class Life:
     group: GroupFolder | None
 
     def end(self, grace_s: float) -> None:
-        """Asks, then signals, then kills. From any thread; `clear_away` is left to the keeper's."""
+        """Asks, then signals, then kills; what is stopped hears neither and is killed at once. From any thread;
+        `clear_away` is left to the keeper's."""
         if self.process.stdin is not None:
             with contextlib.suppress(OSError):
                 self.process.stdin.close()
         if self.group is not None:
             self.group.tell_to_end()
-        for signum in (None, signal.SIGTERM, signal.SIGKILL):
-            if signum is not None and self.process.poll() is None:
-                os.kill(self.process.pid, signum)
+        if self._ends_within(grace_s):
+            return
+        self._signal(signal.SIGTERM)
+        if self._ends_within(SIGNAL_S):
+            return
+        self._signal(signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(SIGNAL_S)
+
+    def _ends_within(self, seconds: float) -> bool:
+        """False as soon as it is stopped, or a rank of it is: it won't."""
+        until_s = time.monotonic() + seconds
+        while True:
+            left_s = until_s - time.monotonic()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(grace_s if signum is None else SIGNAL_S)
-                return
+                self.process.wait(max(0.0, min(LOOK_S, left_s)))
+                return True
+            ranks = [] if self.group is None else self.group.alive()
+            if left_s <= 0.0 or any(map(is_stopped, [self.process.pid, *ranks])):
+                return False
+
+    def _signal(self, signum: signal.Signals) -> None:
+        if self.process.poll() is None:
+            os.kill(self.process.pid, signum)
 
     def clear_away(self) -> None:
         """Called once the process has ended: no rank is left, and nothing in /dev/shm."""

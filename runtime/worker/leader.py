@@ -2,7 +2,7 @@
 
 `Leader.turn` is the loop: take commands, run one engine step, see to transfers and leases, send ONE message.
 All of it runs in the engine thread. One rank or a whole tensor-parallel group is behind the Engine, KVSource
-and KVSink alike; nothing here counts ranks.
+and KVSink alike; nothing here counts ranks. What becomes of each attempt is job_table.py's.
 """
 
 from __future__ import annotations
@@ -14,37 +14,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Protocol
 
-from trtpd.errors import (
-    CapacityError,
-    EngineError,
-    InputError,
-    InternalError,
-    ServeError,
-    TransferError,
-    TrtpdError,
-)
-from trtpd.kv_transfer.base import Key, KVSink, KVSource, PullResult, Visits
+from trtpd.errors import EngineError, ServeError
+from trtpd.kv_transfer.base import Key, KVSink, KVSource, Visits
 from trtpd.runtime.core import events as core
-from trtpd.runtime.engine.base import (
-    Engine,
-    EngineEvent,
-    KVArrived,
-    PrefillBegan,
-    PrefillChunk,
-    PrefillDone,
-    RequestKind,
-)
+from trtpd.runtime.engine.base import Engine
 from trtpd.runtime.worker.garbage import Collector
-from trtpd.runtime.worker.intake import Intake, NewWork, key_of
-from trtpd.runtime.worker.jobs import (
-    DrainingError,
-    Job,
-    Stage,
-    is_last,
-    latest_chunks,
-    rejected,
-    transfer_failed,
-)
+from trtpd.runtime.worker.intake import NewWork
+from trtpd.runtime.worker.job_table import JobTable
+from trtpd.runtime.worker.jobs import latest_chunks
 from trtpd.runtime.worker.leader_link import Dismissed, InboxItem, Registered, SessionEnded
 from trtpd.runtime.worker.local import LOCAL_IDS, LocalDesk, Snapshot
 from trtpd.runtime.worker.messages import (
@@ -58,8 +35,6 @@ from trtpd.runtime.worker.messages import (
     Work,
     step_message,
 )
-from trtpd.runtime.worker.offers import hand_out
-from trtpd.runtime.worker.pulls import Pulls
 from trtpd.runtime.worker.roles import RoleSwitch
 
 log = logging.getLogger(__name__)
@@ -67,7 +42,6 @@ log = logging.getLogger(__name__)
 IDLE_S = 0.1
 REPORT_EVERY_S = 0.5
 SWEEP_EVERY_S = 0.25
-DEADLINE_GRACE_S = 2.0
 ABANDON_S = 5.0
 NO_VISITS = Visits()
 
@@ -105,13 +79,11 @@ class Leader:
         self.draining = False
         self._engine = engine
         self._source = source
-        self._pulls = Pulls(engine, sink) if sink is not None else None
-        self._intake = Intake(engine, source, self._pulls)
+        self._jobs = JobTable(engine, source, sink, tell=self._emit)
         self._link = link
         self._local = local
         self._role_switch = role_switch
         self._clock = clock
-        self._jobs: dict[Key, Job] = {}
         self._session: str | None = None
         self._former: set[Key] = set()
         self._outbox: list[core.InstanceEvent] = []
@@ -132,14 +104,14 @@ class Leader:
                 self.turn()
             self._abandon()
         except EngineError as error:
-            self._reject_all(error)
+            self._give_up(error)
             raise
 
     def turn(self, timeout_s: float = IDLE_S) -> None:
         """One engine step and all around it; waits up to `timeout_s` when there is nothing to do."""
         self._take_commands()
         load = self._step_engine(timeout_s)
-        self._take_pulls()
+        self._jobs.take_pulls()
         self._end_overdue()
         self._report(load)
         if self.draining and self._role_switch is not None:
@@ -155,31 +127,30 @@ class Leader:
     @property
     def idle(self) -> bool:
         """Nothing runs, is held, or moves."""
-        return not self._jobs and not (self._pulls and self._pulls.busy())
+        return self._jobs.idle
 
     def check_integrity(self) -> None:
         """Raises InternalError if jobs, holds, pulls and the engine's blocks don't add up."""
         self._engine.check_integrity()
-        held = self._source.holds().keys() if self._source is not None else set()
-        if astray := held - self._jobs.keys():
-            raise InternalError(f"the source holds KV of {sorted(astray)}, which are no jobs here")
-        pulling = {key for key, job in self._jobs.items() if job.stage is Stage.PULLING}
-        if self._pulls is not None and pulling != self._pulls.keys():
-            raise InternalError(f"jobs pulling {sorted(pulling)}, pulls {sorted(self._pulls.keys())}")
-        if astray := self._former - self._jobs.keys():
-            raise InternalError(f"{sorted(astray)} of a former session are no jobs here")
+        self._jobs.check_integrity()
 
     def _take_commands(self) -> None:
         self._link.check()
         if self._local is not None:
             for command in self._local.commands():
                 self.apply(command)
-        if self._former:
+        if self._awaits_former():
             return
         for item in self._link.drain():
             self._take(item)
-            if self._former:
+            if self._awaits_former():
                 return
+
+    def _awaits_former(self) -> bool:
+        """Whether work of a session that is over is still here. Nothing new is taken up before it is gone, since the
+        next router may use the same ids."""
+        self._former &= self._jobs.keys()
+        return bool(self._former)
 
     def _take(self, item: InboxItem) -> None:
         if isinstance(item, Registered):
@@ -195,13 +166,12 @@ class Leader:
             self.apply(item)
 
     def _leave_session(self, reason: str) -> None:
-        """Ends all of the session's work, silently. Nothing new is taken up before it is gone, since the next
-        router may use the same ids."""
+        """Ends all of the session's work, silently."""
         log.warning("session over: %s; dropping its %d jobs", reason, len(self._jobs))
         self._session = None
-        self._former = {key for key in self._jobs if key[0] < LOCAL_IDS}
+        self._former = {key for key in list(self._jobs.keys()) if key[0] < LOCAL_IDS}
         for key in list(self._former):
-            self._end(key)
+            self._jobs.end(key)
 
     def _step_engine(self, timeout_s: float) -> core.Load:
         if self._outbox or (self._local is not None and self._local.pending):
@@ -210,7 +180,7 @@ class Leader:
         report = self._engine.poll(timeout_s)
         self._link.busy_since_s = None
         for event in latest_chunks(report.events):
-            self._on_engine(event)
+            self._jobs.on_engine(event)
         return self._with_visits(report.load)
 
     def _with_visits(self, load: core.Load) -> core.Load:
@@ -239,11 +209,11 @@ class Leader:
         elif isinstance(command, SwitchWork):
             self._switch(command)
         elif isinstance(command, WithdrawWork | CancelWork):
-            self._end((command.request_id, command.attempt), withdrawn=isinstance(command, WithdrawWork))
+            self._jobs.end((command.request_id, command.attempt), withdrawn=isinstance(command, WithdrawWork))
         elif isinstance(command, PullWork) and command.offer is None:
-            self._pull_more(command)
+            self._jobs.pull_more(command)
         else:
-            self._start(command)
+            self._jobs.begin(command, now_s=self._clock(), draining=self.draining)
 
     def _switch(self, command: SwitchWork) -> None:
         if self._role_switch is None:
@@ -252,172 +222,29 @@ class Leader:
         self.draining = True
         self._role_switch.begin(command.role, self._clock())
 
-    def _start(self, command: NewWork) -> None:
-        key = key_of(command)
-        if key in self._jobs:
-            log.error("a %s for %s, which is under way already; ignored", type(command).__name__, key)
-            return
-        try:
-            if self.draining:
-                raise DrainingError("this instance is draining and takes no new work")
-            self._jobs[key] = self._intake.begin(command, now_s=self._clock())
-        except TransferError as error:
-            self._emit(transfer_failed(key, error.code, str(error), error.retryable))
-        except TrtpdError as error:
-            self._emit(rejected(key, error))
-        else:
-            if isinstance(command, PullWork):
-                self._emit(core.TransferBegun(request_id=command.request_id, attempt=command.attempt))
-                self._pull_more(command)
-
-    def _pull_more(self, command: PullWork) -> None:
-        job = self._jobs.get(key_of(command))
-        if job is not None and job.stage is Stage.PULLING and not job.ending and self._pulls is not None:
-            self._pulls.more(command)
-
-    def _end(self, key: Key, *, withdrawn: bool = False) -> None:
-        """Stops a job wherever it is. Exactly one Drained follows, at once for a key that isn't here. `withdrawn`: what
-        is held was delivered, or isn't wanted."""
-        job = self._jobs.get(key)
-        if job is None:
-            self._emit(core.Drained(request_id=key[0], attempt=key[1]))
-        elif not job.ending:
-            job.ending = True
-            if job.stage is Stage.PULLING and self._pulls is not None:
-                self._pulls.abort(key)
-                return
-            if self._source is not None:
-                self._source.end(key)
-            if job.stage is Stage.HELD and (withdrawn or self._engine.capabilities.release):
-                self._engine.release(key)
-            else:
-                self._engine.cancel(key)
-
-    def _on_engine(self, event: EngineEvent) -> None:
-        key = (event.request_id, event.attempt)
-        job = self._jobs.get(key)
-        if job is None:
-            raise InternalError(f"the engine reports {type(event).__name__} for {key}, which it was not given")
-        last = is_last(event)
-        if last:
-            self._forget(key)
-            if self._source is not None:
-                self._source.end(key)
-        if job.ending:
-            if last:
-                self._emit(job.last_word())
-        elif isinstance(event, KVArrived):
-            self._arrived(job, event)
-        elif isinstance(event, core.Rejected) and job.stage is Stage.FETCHING:
-            self._emit(transfer_failed(key, event.code, event.reason, self._engine.capabilities.repull))
-        elif isinstance(event, core.Tokens | core.Preempted | core.Drained | core.Rejected):
-            self._emit(event)
-        elif job.request.kind is RequestKind.CONTEXT_ONLY:
-            self._hand_out(job, event)
-
-    def _arrived(self, job: Job, event: KVArrived) -> None:
-        job.stage = Stage.RUNNING
-        self._emit(
-            core.TransferDone(
-                request_id=event.request_id,
-                attempt=event.attempt,
-                bytes_moved=event.bytes_moved,
-                chunks=1,
-                seconds=event.seconds,
-                exposed_s=event.seconds,
-                path="opaque",
-            )
-        )
-
-    def _hand_out(self, job: Job, event: PrefillBegan | PrefillChunk | PrefillDone) -> None:
-        assert self._source is not None
-        try:
-            self._emit(hand_out(self._source, job, event))
-        except (CapacityError, TransferError) as error:
-            job.refusal = rejected(job.key, error)
-            self._end(job.key)
-
-    def _take_pulls(self) -> None:
-        if self._pulls is not None:
-            for result in self._pulls.ended():
-                job = self._jobs.get(result.key)
-                if job is None:
-                    raise InternalError(f"the sink reports a pull of {result.key}, which it was not given")
-                self._on_pulled(job, result)
-
-    def _on_pulled(self, job: Job, result: PullResult) -> None:
-        assert self._pulls is not None
-        request_id, attempt = job.key
-        if job.ending or result.error is not None:
-            self._pulls.drop(job.key)
-            self._forget(job.key)
-            if job.ending:
-                self._emit(job.last_word())
-            else:
-                self._emit(transfer_failed(job.key, result.code, result.error or "", result.retryable))
-            return
-        try:
-            present_tokens = self._pulls.join(job.key)
-        except InputError as error:
-            self._forget(job.key)
-            self._emit(rejected(job.key, error))
-            return
-        except TransferError as error:
-            self._forget(job.key)
-            self._emit(transfer_failed(job.key, error.code, str(error), error.retryable))
-            return
-        if self._engine.kv is None:
-            job.stage = Stage.FETCHING
-            return
-        job.stage = Stage.RUNNING
-        self._emit(
-            core.TransferDone(
-                request_id=request_id,
-                attempt=attempt,
-                bytes_moved=result.bytes_moved,
-                chunks=result.chunks,
-                seconds=result.seconds,
-                exposed_s=result.exposed_s,
-                path=result.path,
-                present_tokens=present_tokens,
-            )
-        )
-
     def _end_overdue(self) -> None:
-        """Frees what nobody pulled within its lease, and stops what nobody waits for any more."""
+        """Frees what nobody pulled within its lease, and now and then stops what nobody waits for any more."""
         now_s = self._clock()
-        if self._source is not None:
-            for key in self._source.lapsed(now_s):
-                log.warning("the lease of %s lapsed; its KV is freed", key)
-                self._end(key)
+        self._jobs.end_lapsed(now_s)
         if now_s >= self._sweep_s:
             self._sweep_s = now_s + SWEEP_EVERY_S
             self._collector.look(now_s)
-            for job in list(self._jobs.values()):
-                if now_s > job.deadline_s + DEADLINE_GRACE_S and not job.ending:
-                    log.warning("%s is past its deadline and was not cancelled; ending it", job.key)
-                    self._end(job.key)
+            self._jobs.end_overdue(now_s)
 
     def _abandon(self) -> None:
         """Ends what is left after the grace, so that nothing is copied out of or into memory that goes
         away."""
-        for key in list(self._jobs):
-            self._end(key)
+        for key in list(self._jobs.keys()):
+            self._jobs.end(key)
         give_up_s = self._clock() + ABANDON_S
         while not self.idle and self._clock() < give_up_s:
             self.turn()
 
-    def _reject_all(self, error: EngineError) -> None:
-        for key in list(self._jobs):
-            self._forget(key)
-            self._emit(rejected(key, error))
+    def _give_up(self, error: EngineError) -> None:
+        self._jobs.reject_all(error)
         if self._session is not None and self._load is not None:
             self._link.send(step_message(self._outbox, self._load), self._session)
         self._outbox = []
-
-    def _forget(self, key: Key) -> None:
-        del self._jobs[key]
-        self._former.discard(key)
 
     def _emit(self, event: core.InstanceEvent) -> None:
         if event.request_id >= LOCAL_IDS:

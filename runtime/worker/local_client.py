@@ -106,7 +106,7 @@ class LocalClient:
         done = False
         with open_socket(self._context, zmq.DEALER) as socket:
             connect(socket, self._address, None)
-            self._tell(socket, ask)
+            self._tell(socket, ask, min(timeout_s, CONNECT_TIMEOUT_S))
             try:
                 deadline_s = time.monotonic() + timeout_s
                 while not cancelled():
@@ -120,8 +120,8 @@ class LocalClient:
                 if not done and isinstance(ask, PrefillAsk | DecodeAsk):
                     send_now(socket, [msgspec.msgpack.encode(CancelAsk())])
 
-    def _tell(self, socket: Socket, ask: Ask) -> None:
-        if not socket.poll(int(CONNECT_TIMEOUT_S * 1000), zmq.POLLOUT):
+    def _tell(self, socket: Socket, ask: Ask, timeout_s: float) -> None:
+        if not socket.poll(int(timeout_s * 1000), zmq.POLLOUT):
             raise ServeError(f"no worker listens at {self._address}; did it stop?")
         socket.send(msgspec.msgpack.encode(ask))
 

@@ -288,7 +288,7 @@ def _generate(subs: Subparsers) -> None:
 
 
 def _status(subs: Subparsers) -> None:
-    sub = _command(subs, "status", "show pools, instances, load, KV use and recent faults", "trtpd status --watch")
+    sub = _command(subs, "status", "show pools, load, KV use, recent faults and events", "trtpd status --watch")
     _url(sub)
     sub.add_argument("--watch", action="store_true", help="again every second until Ctrl-C")
     sub.set_defaults(run=commands.status)

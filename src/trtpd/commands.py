@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from trtpd import console
-from trtpd.errors import InputError, ServeError
+from trtpd.errors import InputError, ServeError, TrtpdError
 
 if TYPE_CHECKING:
     from trtpd.build.tuning import TuneOptions
+
+NOTES_SHOWN = 5
 
 
 def fetch(args: argparse.Namespace) -> int:
@@ -167,7 +169,7 @@ def generate(args: argparse.Namespace) -> int:
     message: dict[str, Any] = {"prompt": prompt} if args.raw else {"messages": [{"role": "user", "content": prompt}]}
     text, timeline = "", None
     ids: list[int] = []
-    for piece in stream(
+    pieces = stream(
         args.url,
         **message,
         max_tokens=args.max_tokens,
@@ -176,12 +178,18 @@ def generate(args: argparse.Namespace) -> int:
         top_k=args.top_k,
         seed=args.seed,
         stop=tuple(args.stop),
-    ):
-        text += piece.text
-        ids += piece.ids
-        timeline = piece.timeline or timeline
-        if not args.json:
-            print(piece.text, end="", flush=True)
+    )
+    try:
+        for piece in pieces:
+            text += piece.text
+            ids += piece.ids
+            timeline = piece.timeline or timeline
+            if not args.json:
+                print(piece.text, end="", flush=True)
+    except TrtpdError:
+        if text and not args.json:
+            print(flush=True)  # what is said next begins a line of its own
+        raise
     if args.json:
         document = {"text": text, "ids": ids, "timeline": msgspec.to_builtins(timeline) if timeline else None}
         console.result(document, as_json=True)
@@ -239,8 +247,9 @@ def _show_status(found: Mapping[str, Any]) -> None:
     print(f"in flight {found['requests_in_flight']}, queued {found['queued']}")
     counts = ", ".join(f"{name} {value}" for name, value in sorted(found["counters"].items()) if value)
     print(f"since start: {counts or 'nothing yet'}")
-    for fault in found["faults"][-5:]:
-        print(f"fault {fault['ago_s']:.0f} s ago: {fault['what']}")
+    for kind in ("fault", "event"):
+        for note in found.get(f"{kind}s", [])[-NOTES_SHOWN:]:
+            print(f"{kind} {note['ago_s']:.0f} s ago: {note['what']}")
 
 
 def _profile_line(profile: Mapping[str, Any]) -> str:

@@ -10,10 +10,10 @@ import msgspec
 import pytest
 from trtpd_testing.tiny import make_machine
 
-from trtpd.build import checks, lint
+from trtpd.build import checks, lint, machine_checks
 from trtpd.build.builder import build
 from trtpd.build.checkpoint import open_checkpoint
-from trtpd.build.checks import Finding
+from trtpd.build.findings import Finding
 from trtpd.build.machine import Machine, this_machine
 from trtpd.build.manifest import (
     Accuracy,
@@ -103,7 +103,7 @@ def test_what_cannot_work_is_found_with_its_place(
 
 
 def test_every_code_of_the_checks_is_provoked_above() -> None:
-    source = Path(checks.__file__).read_text()
+    source = "".join(Path(path).read_text() for path in (checks.__file__, machine_checks.__file__))
     codes = set(re.findall(r'\b(?:error|warning)\(\s*"(\w+)"', source)) | set(re.findall(r'_fits\(\s*"(\w+)"', source))
     assert codes == {code for code, *_ in PIPELINES} | {"precision_error"}  # below
 

@@ -10,7 +10,7 @@ from trtpd_testing.gpu_models import EIGHT_KV_HEADS, LLAMA_8B, LLAMA_70B, THREE_
 from trtpd_testing.tiny import make_machine
 
 from trtpd.build import lint_tensorrt_llm, tensorrt_pair_rules, tensorrt_rules, tensorrt_run_rules
-from trtpd.build.checks import Finding
+from trtpd.build.findings import Finding
 from trtpd.build.lint import lint, lint_spec, open_plan
 from trtpd.build.lint_tensorrt_llm import lint_engine_dirs, lint_live
 from trtpd.build.spec import parse_spec

@@ -11,7 +11,7 @@ import pytest
 
 from trtpd.errors import CapacityError, InternalError, LayoutError, LeaseError
 from trtpd.kv_transfer.layout import KVLayout
-from trtpd.kv_transfer.pool import PoolAddress, SharedPool, sweep
+from trtpd.kv_transfer.pool import PoolAddress, SharedPool, leftovers, sweep
 
 LAYOUT = KVLayout(num_layers=2, kv_heads=3, head_dim=8, tokens_per_block=4, dtype="f32")
 
@@ -166,7 +166,9 @@ def test_a_rank_holds_its_own_heads_and_layers():
 
 
 def test_sweep_removes_only_pools_of_dead_creators(pool, dead_pool):
+    assert [path.name for path in leftovers("trtpd-child.")] == [dead_pool.name]
     assert sweep("trtpd-child.") == [dead_pool.name]
+    assert leftovers("trtpd-child.") == []
     assert Path("/dev/shm", pool.address.name).exists()
 
 
@@ -175,6 +177,7 @@ def test_sweep_leaves_a_pool_whose_lock_is_held_though_its_pid_is_unknown(pool):
     foreign = Path("/dev/shm", f"{start[0]}.4000000.1.{start[3]}")
     os.link(Path("/dev/shm", pool.address.name), foreign)
     try:
+        assert leftovers("trtpd-test.") == []
         assert sweep("trtpd-test.") == []
         assert foreign.exists()
     finally:

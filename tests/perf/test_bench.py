@@ -48,6 +48,7 @@ def test_a_report_holds_page_figures_requests_plots_and_what_is_needed_to_do_it_
     folder = page.parent
     figures = json.loads((folder / "report.json").read_text())["figures"]
     assert figures["offered"] + figures["cut"] == 40
+    assert f"40 in all, {figures['offered']} counted; not counted: {figures['cut']} due in" in page.read_text()
     assert figures["goodput"]["trtpd"]["per_unit"] == pytest.approx(figures["goodput"]["trtpd"]["per_s"]["value"] / 2)
     rows = list(csv.DictReader(io.StringIO((folder / "requests.csv").read_text())))
     assert len(rows) == 40

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trtpd.errors import InputError
+from trtpd.perf.bench_report import counted_text
 from trtpd.perf.goodput import DEFINITIONS, Deployment, account, attainment_over_scale
 from trtpd.perf.records import Record, RunInfo, load_records, save_records
 from trtpd.perf.resampling import distribution, drift, grouped_distribution, share
@@ -139,6 +140,14 @@ def test_the_warm_up_is_cut_and_counted():
     assert account(found, SLO, until_s=20.0).warm_up_s == 2.0
     with pytest.raises(InputError, match="leaves nothing"):
         account(found, SLO, until_s=20.0, warm_up_s=20.0)
+
+
+def test_a_report_says_how_many_requests_there_were_and_why_some_are_not_counted():
+    found = [record(n, due=float(n)) for n in range(20)]
+    assert counted_text(20, account(found, SLO, until_s=20.0, warm_up_s=0.0)) == "20, all counted"
+    cut = counted_text(23, account(found, SLO, until_s=20.0, warm_up_s=5.0))
+    assert cut.startswith("23 in all, 15 counted; not counted: 5 due in the warm-up, the first 5 s (--warm-up-s 0")
+    assert cut.endswith("3 not yet due when the run was interrupted")
 
 
 def test_a_run_that_gets_slower_is_flagged_and_a_steady_one_is_not():

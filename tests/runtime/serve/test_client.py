@@ -4,7 +4,9 @@ import socket
 
 import pytest
 from tritonclient.utils import InferenceServerException
+from trtpd_testing.fake_servers import fake_triton, fixed
 
+from trtpd.cli import main
 from trtpd.errors import InputError, NoInstanceError, RequestError, SaturatedError, ServeError
 from trtpd.runtime.serve.address import server_address
 from trtpd.runtime.serve.client import _translated, generate, status
@@ -39,6 +41,24 @@ def test_codes_in_the_servers_message_become_errors_of_ours(message, kind):
     assert "Traceback" not in str(error)
     if isinstance(error, SaturatedError):
         assert error.retry_after_s == 2.5
+
+
+@pytest.mark.parametrize(("lost_after", "came"), [(0, None), (1, "1 token of it came"), (3, "3 tokens of it came")])
+def test_a_server_that_goes_away_in_mid_stream_is_told_with_what_came_and_what_to_do(lost_after, came, capsys):
+    with fake_triton(fixed(0.0, 0.001, 8), lost_after=lost_after) as server:
+        assert main(["generate", "hi", "--url", server.address]) == 1
+    out, err = capsys.readouterr()
+    assert out == (" word" * lost_after + "\n" if lost_after else "")
+    lead = f"the answer is incomplete, {came}: " if came else ""
+    assert err.startswith(f"trtpd generate: {lead}the server at {server.address} went away")
+    assert "trtpd serve BUILD" in err
+    assert err.count("\n") == 1
+
+
+def test_a_server_that_is_stopped_says_so_and_what_to_do():
+    error = _translated(InferenceServerException("code=shutting_down the server is stopping"), "host:1")
+    assert "host:1 is going away" in str(error)
+    assert "trtpd status" in str(error)
 
 
 def test_a_refused_request_is_the_requests_fault():

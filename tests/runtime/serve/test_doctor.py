@@ -5,11 +5,26 @@ from pathlib import Path
 
 import pytest
 
-from trtpd.runtime.serve import doctor
+from trtpd.runtime.serve import doctor, rundir
 
 
 def found(name):
     return next(check for check in doctor.examine() if check.name == name)
+
+
+def test_what_a_killed_server_left_is_named_with_its_size_and_not_touched(tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor, "leftovers", list)
+    monkeypatch.setattr(rundir, "leftovers", list)
+    assert (found("leftovers").status, found("leftovers").found) == ("ok", "none")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "x.log").write_bytes(b"x" * 3_000_000)
+    monkeypatch.setattr(rundir, "leftovers", lambda: [tmp_path] * 5)
+    check = found("leftovers")
+    assert check.status == "limited"
+    assert check.found.startswith("15.")
+    assert check.found.endswith(f"{tmp_path} and 2 more")
+    assert "trtpd serve" in check.mend
+    assert (tmp_path / "logs" / "x.log").exists()
 
 
 def without(monkeypatch, distribution):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from dataclasses import replace
 from typing import Any
 
@@ -68,10 +68,18 @@ class MemoryLink:
                 return instance, message
 
 
-class Discard:
-    def add(self, *_) -> None: ...
+class Sums:
+    """What counters grew by, by name."""
 
-    observe = set = add
+    def __init__(self) -> None:
+        self.counters: Counter[str] = Counter()
+
+    def add(self, name, labels, value) -> None:
+        self.counters[name] += value
+
+    def observe(self, *_) -> None: ...
+
+    set = observe
 
 
 class LeavingSink(CollectSink):
@@ -92,7 +100,8 @@ class Bench:
         self.fatal: list[BaseException] = []
         self.died = threading.Event()
         self.router = RouterCore(Policy(no_instance_grace_s=0.05))
-        self.driver = Driver(self.router, self._make_link, text, Metrics(Discard(), "m"), on_fatal=self._on_fatal)
+        self.sums = Sums()
+        self.driver = Driver(self.router, self._make_link, text, Metrics(self.sums, "m"), on_fatal=self._on_fatal)
 
     def _make_link(self, wake):
         self.link = MemoryLink(wake)
@@ -319,6 +328,32 @@ def test_stopping_leaves_no_client_without_an_end(bench):
     bench.link.expect(SubmitWork)
     bench.driver.stop()
     assert ended(sink).end.failure.status == "UNAVAILABLE"
+
+
+def answered(bench):
+    sink = bench.submit()
+    _, work = bench.link.expect(SubmitWork)
+    bench.say("a", work, b"abc", finish="stop")
+    ended(sink)
+
+
+def test_what_is_asked_to_try_the_instances_is_counted_by_neither_status_nor_metrics(bench):
+    with bench.driver.uncounted():
+        answered(bench)
+    counters = bench.driver.status()["counters"]
+    assert not any(counters[name] for name in ("arrived", "finished", "finished_stop", "placed_mixed", "output_tokens"))
+    answered(bench)
+    counters = bench.driver.status()["counters"]
+    assert (counters["arrived"], counters["finished_stop"], counters["placed_mixed"]) == (1, 1, 1)
+    assert counters["output_tokens"] == 3
+    end_s = time.monotonic() + WAIT_S
+    while not bench.sums.counters["trtpd_placements_total"]:
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+    bench.driver.stop()
+    assert bench.sums.counters["trtpd_placements_total"] == 1
+    assert bench.sums.counters["trtpd_requests_total"] == 1
+    assert bench.sums.counters["trtpd_output_tokens_total"] == 3
 
 
 def test_status_says_who_is_there_and_what_runs(bench):

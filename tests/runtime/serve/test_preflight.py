@@ -32,8 +32,15 @@ def test_port_0_becomes_a_free_port_and_no_two_are_equal():
 def test_a_port_in_use_is_named_with_its_holder_and_the_mend():
     with socket.create_server((HOST, 0)) as busy:
         port = busy.getsockname()[1]
-        with pytest.raises(ServeError, match=rf"port {port} .*pid {os.getpid()}.*--grpc PORT"):
+        with pytest.raises(InputError, match=rf"^port {port} .*pid {os.getpid()}.*another with --grpc PORT"):
             check_ports(HOST, Ports(http=0, grpc=port, metrics=0))
+
+
+def test_all_ports_in_use_are_named_at_once():
+    with socket.create_server((HOST, 0)) as one, socket.create_server((HOST, 0)) as other:
+        http, metrics = one.getsockname()[1], other.getsockname()[1]
+        with pytest.raises(InputError, match=rf"^ports {http}, {metrics} \(.*others with --http PORT --metrics PORT"):
+            check_ports(HOST, Ports(http=http, grpc=0, metrics=metrics))
 
 
 def test_equal_ports_are_bad_input():

@@ -6,6 +6,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from trtpd.kv_transfer.pool_file import start_ticks
@@ -85,10 +86,23 @@ def test_only_what_a_launcher_left_that_is_gone_is_swept(places, ended):
     strange = places / "shm" / "trtpd-triton.someone-else"
     for region in (stale_region, my_region, strange):
         region.write_bytes(b"x")
+    assert sorted(rundir.leftovers()) == sorted([stale, stale_region])
     assert sorted(rundir.sweep_leftovers()) == sorted([stale.name, stale_region.name])
+    assert rundir.leftovers() == []
     assert all(path.exists() for path in (mine, my_region, strange))
     assert rundir.sweep_regions(rundir.region_prefix()) == [my_region.name]
     assert strange.exists()
+
+
+def test_a_stub_that_outlived_its_killed_launcher_is_ended_with_what_that_left(places, ended):
+    stale = rundir.make_run_dir().parent / f"trtpd-run.{ended.pid}.{ended.start_ticks}.abc"
+    (stale / "stubs").mkdir(parents=True)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as stub:
+        ticks = start_ticks(stub.pid)
+        assert ticks is not None
+        (stale / "stubs" / "pd").write_bytes(msgspec.json.encode(Identity(stub.pid, ticks)))
+        assert rundir.sweep_leftovers() == [stale.name]
+        assert start_ticks(stub.pid) is None
 
 
 def test_a_pid_given_to_another_process_is_not_the_former_one():
@@ -111,6 +125,11 @@ def test_the_drains_end_reaches_the_models(places):
     assert rundir.drain_until_s(run_dir) is None
     rundir.announce_drain(run_dir, 12.5)
     assert rundir.drain_until_s(run_dir) == 12.5
+
+
+def test_streams_of_a_killed_launcher_are_cut_at_once(places, ended):
+    run_dir = places / f"trtpd-run.{ended.pid}.{ended.start_ticks}.abc"
+    assert rundir.drain_until_s(run_dir) == 0.0
 
 
 def test_the_tail_of_a_log_is_its_last_lines(places):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 from types import SimpleNamespace
 
 import msgspec
@@ -13,9 +14,9 @@ from trtpd_testing.emulated_build import write_build
 
 from trtpd.build.manifest import read_manifest, write_json
 from trtpd.runtime.serve import stage_model
-from trtpd.runtime.serve.stage_model import StageModel
+from trtpd.runtime.serve.stage_model import STOP_GRACE_S, StageModel, _drain
 from trtpd.runtime.serve.worker_process import Ready
-from trtpd.runtime.worker.local import Ask, Batch, CancelAsk, DecodeAsk
+from trtpd.runtime.worker.local import Ask, Batch, CancelAsk, DecodeAsk, DrainAsk, Status, StatusAsk
 
 WAIT_S = 20.0
 FINAL = 1
@@ -68,12 +69,14 @@ class Worker:
 
     def __init__(self, address: str) -> None:
         self.ready: Ready | None = Ready(ready=True, generation="g1", local=address)
+        self.graces_s: list[float] = []
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self.socket.bind(address)
 
     def start(self, timeout_s): ...
 
     def stop(self, *, grace_s):
+        self.graces_s.append(grace_s)
         self.ready = None
         self.socket.close(linger=0)
 
@@ -95,7 +98,7 @@ def worker(tmp_path, monkeypatch):
     monkeypatch.setattr(stage_model, "WorkerProcess", lambda *_: made)
     monkeypatch.setattr(stage_model, "worker_command", lambda *_: None)
     monkeypatch.setattr(stage_model, "engine_config_of", lambda *_: SimpleNamespace(max_seq_tokens=512))
-    monkeypatch.setattr(stage_model, "_drain", lambda *_: None)
+    monkeypatch.setattr(stage_model, "_drain", lambda *_: True)
     monkeypatch.setenv("TRTPD_RUN_DIR", str(tmp_path))
     return made
 
@@ -135,6 +138,27 @@ def test_a_client_that_leaves_stops_its_decode_and_gets_an_empty_end(model, work
     request.gone = True
     assert worker.expect(CancelAsk)[0] == client
     assert request.last() is None
+
+
+def test_a_worker_that_does_not_say_how_it_is_gets_no_grace(model, worker, monkeypatch):
+    monkeypatch.setattr(stage_model, "_drain", _drain)
+    monkeypatch.setattr(stage_model, "ANSWER_S", 0.1)
+    model.finalize()
+    assert worker.graces_s == [0.0]
+
+
+def test_a_worker_that_answers_is_drained_until_it_has_no_jobs(model, worker, monkeypatch):
+    monkeypatch.setattr(stage_model, "_drain", _drain)
+    ending = threading.Thread(target=model.finalize)
+    ending.start()
+    for kind, jobs in ((StatusAsk, 2), (DrainAsk, 2), (StatusAsk, 1), (StatusAsk, 0)):
+        client, _ = worker.expect(kind)
+        worker.answer(
+            client,
+            Status(instance="x_0", generation="g1", registered=True, draining=True, jobs=jobs, busy_s=0.0, load=None),
+        )
+    ending.join(WAIT_S)
+    assert worker.graces_s == [STOP_GRACE_S]
 
 
 @pytest.mark.parametrize(

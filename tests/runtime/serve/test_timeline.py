@@ -53,3 +53,13 @@ def test_the_rendering_names_instances_transfer_and_what_was_given_up():
     text = render(report(record(), finish="stop", second_token_s=11.75))
     for part in ("prefill_0", "decode_1", "2.00 MB", "shm", "decode_0: decode lost"):
         assert part in text
+
+
+def test_a_transfer_that_had_to_wait_its_turn_is_not_told_as_a_part_of_its_copying():
+    waited = record()
+    waited.attempts[-1].transfer_s, waited.attempts[-1].exposed_s = 0.003, 0.0125
+    text = render(report(waited, finish="stop", second_token_s=11.75))
+    line = next(line for line in text.splitlines() if "MB" in line)
+    assert "3.0 ms" in line
+    assert line.endswith("; waited for 12.5 ms after the prefill")
+    assert "of it" not in line

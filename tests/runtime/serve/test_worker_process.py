@@ -94,6 +94,18 @@ def test_a_worker_that_listens_to_nothing_is_killed(keep, reported):
         os.kill(pid, 0)
 
 
+def test_a_worker_that_is_stopped_is_killed_without_grace(keep, reported):
+    worker = keep(SERVE)
+    pid = int(worker.start(WAIT_S).generation[1:])
+    os.kill(pid, signal.SIGSTOP)
+    stopping = threading.Thread(target=worker.stop, kwargs={"grace_s": 1e6}, daemon=True)
+    stopping.start()
+    stopping.join(WAIT_S)
+    assert not stopping.is_alive()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
 def test_a_worker_that_cannot_start_is_told_in_its_own_words(keep, reported):
     worker = keep("import sys; print('12:00 x_0 ERROR no room in /dev/shm', file=sys.stderr); sys.exit(1)")
     with pytest.raises(EngineError, match="x_0: its worker could not start: no room in /dev/shm"):

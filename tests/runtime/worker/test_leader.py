@@ -18,7 +18,8 @@ from trtpd.runtime.engine.base import (
     RequestKind,
     Sampling,
 )
-from trtpd.runtime.worker.leader import DEADLINE_GRACE_S, REPORT_EVERY_S, Leader
+from trtpd.runtime.worker.job_table import DEADLINE_GRACE_S
+from trtpd.runtime.worker.leader import REPORT_EVERY_S, Leader
 from trtpd.runtime.worker.leader_link import Dismissed, Registered, SessionEnded
 from trtpd.runtime.worker.local import LOCAL_IDS
 from trtpd.runtime.worker.messages import CancelWork, DrainWork, PullWork, SubmitWork, WithdrawWork

@@ -121,9 +121,12 @@ def _in_thread(start: Start) -> Iterator[FakeServer]:
 
 
 class _Triton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
-    def __init__(self, server: FakeServer, script: Script, errors: dict[int, str], token_at: TokenAt) -> None:
+    def __init__(
+        self, server: FakeServer, script: Script, errors: dict[int, str], token_at: TokenAt, lost_after: int | None
+    ) -> None:
         self._server, self._script, self._errors, self._count = server, script, errors, 0
         self._token_at = token_at
+        self._lost_after = lost_after
 
     async def ModelReady(self, request: Any, context: Any) -> Any:
         return service_pb2.ModelReadyResponse(ready=request.name != "absent")
@@ -141,6 +144,8 @@ class _Triton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[mi
             self._server.came_s[number] = began_s
             try:
                 for index, at_s in enumerate(instants):
+                    if index == self._lost_after:
+                        await context.abort(grpc.StatusCode.UNKNOWN, "Stream removed")
                     await asyncio.sleep(max(0.0, began_s + at_s - loop.time()))
                     sent.append(loop.time())
                     last = index == len(instants) - 1
@@ -194,14 +199,19 @@ def _stage_response(token: int, *, last: bool) -> Any:
 
 @contextmanager
 def fake_triton(
-    script: Script, *, errors: dict[int, str] | None = None, token_at: TokenAt = lambda number, index: index
+    script: Script,
+    *,
+    errors: dict[int, str] | None = None,
+    token_at: TokenAt = lambda number, index: index,
+    lost_after: int | None = None,
 ) -> Iterator[FakeServer]:
-    """A real gRPC server that speaks KServe's streaming inference."""
+    """A real gRPC server that speaks KServe's streaming inference. `lost_after`: it breaks every stream off behind so
+    many tokens, as one that goes away does."""
 
     async def start(server: FakeServer) -> Any:
         service = grpc.aio.server()
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(
-            _Triton(server, script, errors or {}, token_at), service
+            _Triton(server, script, errors or {}, token_at, lost_after), service
         )
         server.address = f"127.0.0.1:{service.add_insecure_port('127.0.0.1:0')}"
         await service.start()
