@@ -162,7 +162,7 @@ class Comparer:
             self._progress("arms", turn, total)
             self._search(variant, rates)
         tops = {variant.arm: self._top(variant, rates) for variant in chosen}
-        for repeat in range(1, self._options.repeats):
+        for repeat in range(self._options.repeats):  # what the first round has is not made again
             for turn in range(len(chosen)):
                 variant = chosen[(turn + repeat) % len(chosen)]
                 self._progress("arms", repeat * len(chosen) + turn, total)

@@ -128,7 +128,7 @@ def _distribution(axis: Axes, curve: Curve) -> None:
         axis.plot([value], [share / 100], "o", color=SERIES[0], markersize=3.5)
         left = value > np.mean(axis.get_xlim())
         axis.annotate(
-            f"p{share} {value:,.3g}",
+            f"p{share} {short(value)}",
             (value, share / 100),
             xytext=(-6 if left else 6, -11),
             textcoords="offset points",
@@ -203,6 +203,11 @@ def run_over_time(requests: Requests, *, warm_up_s: float) -> Figure:
         return figure
 
 
+def short(value: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{value:,.0f}" if abs(value) >= 100.0 else f"{value:.3g}"
+
+
 def stacked(title: str, bars: Mapping[str, Mapping[str, float]], *, unit: str) -> Figure:
     """Horizontal bars made of parts: {bar: {part: length}}; parts take their colour from COLOURS."""
     with canvas(1, 1, height=1.05 + 0.42 * max(len(bars), 1)) as (figure, axes):
@@ -216,7 +221,7 @@ def stacked(title: str, bars: Mapping[str, Mapping[str, float]], *, unit: str) -
             axis.barh(names, lengths, left=left, height=0.62, color=colour, label=part)
             left += lengths
         for row, total in enumerate(left):
-            axis.text(total, row, f"  {total:,.3g} {unit}", va="center", fontsize=8)
+            axis.text(total, row, f"  {short(total)} {unit}", va="center", fontsize=8)
         axis.set_xlim(0, max(float(left.max(initial=0.0)) * 1.14, 1e-9))
         axis.set_title(title)
         axis.set_xlabel(unit)
