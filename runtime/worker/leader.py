@@ -110,6 +110,9 @@ class Leader:
     def turn(self, timeout_s: float = IDLE_S) -> None:
         """One engine step and all around it; waits up to `timeout_s` when there is nothing to do."""
         self._take_commands()
+        if self._local is not None and self._local.snapshot is not None:
+            # Who gets an answer of this turn's step finds its job counted.
+            self._local.snapshot = replace(self._local.snapshot, jobs=len(self._jobs))
         load = self._step_engine(timeout_s)
         self._jobs.take_pulls()
         self._end_overdue()

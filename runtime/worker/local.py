@@ -112,7 +112,7 @@ class SyntheticWork(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """The leader's state after its last turn."""
+    """The leader's state after its last turn, `jobs` once this one's commands were taken."""
 
     load: core.Load
     jobs: int
