@@ -22,9 +22,6 @@ from trtpd.runtime.core.score import Weights, Work
 SHORTLIST = 8
 """Instances of each side that are scored as pairs."""
 
-ROUNDING = 1.0 + 1e-9
-"""Sums of the same seconds in another order differ by less."""
-
 _LONG_WAIT = Rung.LONG_WAIT
 """Looked at for every placement: a member of an enum takes four times as long as a plain name."""
 
@@ -90,21 +87,6 @@ def shortlist(scores: Floats) -> Shortlist:
     return sorted(zip(scores.tolist(), range(len(scores)), strict=False))
 
 
-def contenders(scores: Floats, spread_s: float | None) -> Shortlist:
-    """Those of the shortlist that could be part of the best pair where no partner makes up for more than `spread_s`;
-    None: all of it."""
-    if spread_s is None:
-        return shortlist(scores)
-    best = int(scores.argmin())
-    best_s = scores.item(best)
-    if spread_s <= 0.0:
-        return [(best_s, best)]
-    rows = (scores <= best_s + spread_s).nonzero()[0]
-    if len(rows) > SHORTLIST:
-        return shortlist(scores)
-    return sorted(zip(scores.take(rows).tolist(), rows.tolist(), strict=True))
-
-
 def _least(column: Floats, found: Shortlist) -> float:
     return min(map(column.item, [row for _, row in found]), default=0.0)
 
@@ -139,11 +121,11 @@ class _View:
                 unfit[row] = True
         return unfit
 
-    def sources(self, table: Table, flow: float, spread_s: float | None) -> Shortlist:
-        """Those that would prefill only. For `spread_s` see contenders."""
+    def sources(self, table: Table, flow: float) -> Shortlist:
+        """Those that would prefill only."""
         scores, tokens = self._prefill(table, flow), self.work.prompt_tokens
         if not self.is_long and not self.request.avoid:
-            found = contenders(scores, spread_s)
+            found = shortlist(scores)
             if table.bounds[0] >= tokens or _least(self._fits(table), found) >= tokens:
                 return found
         unfit = self.avoided(table, self._fits(table) < tokens)
@@ -171,12 +153,12 @@ class _View:
     def _prefill(self, table: Table, flow: float = 0.0) -> Floats:
         return score.prefill(table, self.work, self.rules.weights, self._stretch(table), flow)
 
-    def sinks(self, table: Table, flow: float, ready_at_s: float, spread_s: float | None) -> Shortlist:
-        """Those that would decode what others will have prefilled by `ready_at_s`. For `spread_s` see contenders."""
+    def sinks(self, table: Table, flow: float, ready_at_s: float) -> Shortlist:
+        """Those that would decode what others will have prefilled by `ready_at_s`."""
         work, fits = self.work, table.whole_fits
         scores = score.decode(table, work, flow)
         if not self.request.avoid:
-            found = contenders(scores, spread_s)
+            found = shortlist(scores)
             all_fit = table.bounds[1] >= work.total_tokens or _least(fits, found) >= work.total_tokens
             if all_fit and self._none_late(found, table, ready_at_s):
                 return found
@@ -221,17 +203,15 @@ class _View:
         links, weight, tokens = self.rules.links, self.rules.weights.transfer_s, self.work.prompt_tokens
         hello = prefills.instances[0].hello
         near_s, far_s, flow_s = links.move(hello, tokens, hosts=self.cluster.hosts)
-        by_host = not hello.gpus and not self.cluster.links_down
-        spread_s = max(0.0, weight * (far_s - near_s)) * ROUNDING if by_host else None
-        sources = self.sources(prefills, weight * flow_s, spread_s)
+        sources = self.sources(prefills, weight * flow_s)
         if not sources:
             return []
         ready_at_s = self.cluster.now_s + score.prompt_s(prefills, sources[0][1], self.work)
-        sinks = self.sinks(decodes, weight * flow_s, ready_at_s, spread_s)
+        sinks = self.sinks(decodes, weight * flow_s, ready_at_s)
         if not sinks:
             self.awaits_room = True
             return []
-        if not by_host:
+        if hello.gpus or self.cluster.links_down:
             found = self._over_links(sources, sinks, prefills, decodes, near_s, far_s)
         else:
             found = _by_host(sources, sinks, prefills.hosts, decodes.hosts, weight * near_s, weight * far_s)
