@@ -201,6 +201,7 @@ class Launcher:
                 self._drain()
             return 0
         finally:
+            self._stop.set()  # or what loads a model again would go on for ever, and the process with it
             self._pool.shutdown(wait=False, cancel_futures=True)
             self._clear_away()
 
@@ -273,9 +274,14 @@ class Launcher:
     # Watching
 
     def _watch(self) -> None:
-        """Until asked to stop. Raises ServeError if the server dies."""
+        """Until asked to stop. Raises ServeError if the server dies; one that dies of a dead stub is started again."""
         while not self._stop.wait(WATCH_S):
-            self._running.check()
+            try:
+                self._running.check()
+            except ServeError as error:
+                if not self._reloads:
+                    raise
+                self._start_again(f"{error}; a stub of it had died, so it is started again")
             for name in self._models:
                 self._look_after(name)
                 self._look_for_wish(name)
@@ -339,7 +345,10 @@ class Launcher:
 
     def _restart(self, name: str) -> None:
         """A dead stub's streams never end by themselves: Triton would leave their clients waiting for ever."""
-        self._say(f"{name} died with streams open; restarting tritonserver to end them")
+        self._start_again(f"{name} died with streams open; restarting tritonserver to end them")
+
+    def _start_again(self, why: str) -> None:
+        self._say(why)
         self._running.kill()
         rundir.sweep_regions(rundir.region_prefix())
         self._reloads.clear()
