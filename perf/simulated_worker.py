@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from itertools import islice
+from heapq import nsmallest
 from typing import Literal
 
 from trtpd.errors import InternalError
@@ -66,13 +66,6 @@ class Running:
         return 0 if self.kind == "pulled" else self.context_tokens - self.done_tokens
 
 
-def _by_due(sequences: dict[Key, Running]) -> dict[Key, Running]:
-    """The same, in the order in which they are due; those due together as they came."""
-    if len(sequences) < 2:
-        return sequences
-    return {one.key: one for one in sorted(sequences.values(), key=lambda one: one.due)}
-
-
 class SimulatedWorker:
     """One life of one instance: a restart is a new object. `truths` is shared with the driver, which fills
     it."""
@@ -105,8 +98,6 @@ class SimulatedWorker:
         if sequence.phase in STEPPING:
             self._last_plan = None
         self._in[sequence.phase][sequence.key] = sequence
-        if sequence.phase == "waiting":
-            self._in["waiting"] = _by_due(self._in["waiting"])
         self._queued_tokens += sequence.uncomputed_tokens
 
     def _move(self, sequence: Running, phase: Phase) -> None:
@@ -264,11 +255,11 @@ class SimulatedWorker:
             joining=tuple(inside["joining"]),
             prefilling=[
                 Prefilling(key=s.key, prompt_tokens=s.context_tokens, done_tokens=s.done_tokens, due=s.due)
-                for s in _by_due(inside["prefilling"]).values()
+                for s in inside["prefilling"].values()
             ],
             waiting=[
                 Waiting(key=s.key, prompt_tokens=s.context_tokens, peak_blocks=s.blocks, due=s.due)
-                for s in islice(inside["waiting"].values(), self._limits.max_running)
+                for s in nsmallest(self._limits.max_running, inside["waiting"].values(), key=lambda s: s.due)
             ],
             available_blocks=self.blocks_free,
         )

@@ -121,7 +121,7 @@ class Books:
             side=side,
             blocks=instance.blocks_for(tokens),
             pending_tokens=pending_tokens,
-            short=pending_tokens <= self.policy.short_tokens,
+            short=self.policy.is_short(request.prompt_tokens),
             context_tokens=request.prompt_tokens if decodes else 0,
             left_tokens=request.left_tokens if decodes else 0.0,
         )

@@ -41,7 +41,7 @@ def forecast(arrived: Arrived, model: str, books: Books) -> Forecast:
     if not tables:
         return Forecast(wait_s=0.0, own_s=0.0, place_s=0.0)
     tokens = arrived.prompt_tokens
-    short = tokens <= books.policy.short_tokens
+    short = books.policy.is_short(tokens)
     queued, rate = _queued(tables, short=short)
     own_s = min(tokens * table.stretch(tokens) / table.rates[1] for table in tables)
     queue = books.backlog.queues.get(model)

@@ -140,6 +140,10 @@ class Policy:
                 least = "at least 0" if item.name in MAY_BE_ZERO else "above 0"
                 raise InputError(f"scheduler setting {item.name} is {value}; it must be {least}")
 
+    def is_short(self, prompt_tokens: int) -> bool:
+        """Whether such a prompt has the line of short ones."""
+        return prompt_tokens <= self.short_tokens
+
     @property
     def limits(self) -> Limits:
         """The part of it that instances' rows are worked out with."""

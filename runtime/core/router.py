@@ -162,8 +162,7 @@ class RouterCore:
         if refuse is not None:
             books.refuse(refuse)
             return
-        short = event.prompt_tokens <= books.policy.short_tokens
-        request = Request(event, model, books.now_s, short=short)
+        request = Request(event, model, books.now_s, short=books.policy.is_short(event.prompt_tokens))
         books.open(request, self._deadline)
         request.patience = books.timers.at(books.now_s + books.policy.queue_s, lambda: self._impatient(request))
         if event.deadline_s <= books.now_s:

@@ -17,7 +17,7 @@ def work_of(books: Books, request: Request) -> Work:
         left_tokens=request.left_tokens,
         tpot_s=request.arrived.tpot_s,
         hits=hits_of(books, request),
-        short=request.prompt_tokens <= books.policy.short_tokens,
+        short=books.policy.is_short(request.prompt_tokens),
     )
 
 

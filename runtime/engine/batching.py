@@ -5,9 +5,8 @@ Engines and simulated workers plan with the same function; only what executes th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import merge
 
 from trtpd.errors import EngineError
 from trtpd.runtime.engine.base import Key
@@ -66,7 +65,7 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanState:
-    """What the planner sees. Decoding and joining in the order of arrival, the others by when they are due.
+    """What the planner sees, all in the order of arrival; of those that wait at least the ones due first.
 
     `joining` have their KV (it came by transfer) and wait only for a place. `available_blocks` are neither
     held nor promised to a running sequence's growth.
@@ -121,8 +120,8 @@ def plan_step(state: PlanState, limits: StepLimits) -> StepPlan:
     prefills: list[PrefillPart] = []
     admitted: list[Key] = []
     blocks, short_blocks, stopped = state.available_blocks, 0, False
-    line: Iterable[Prefilling | Waiting] = merge(state.prefilling, state.waiting, key=_due_of)
-    for sequence in line:
+    line: list[Prefilling | Waiting] = [*state.prefilling, *state.waiting]
+    for sequence in sorted(line, key=lambda one: one.due):
         if isinstance(sequence, Prefilling):
             done_tokens = sequence.done_tokens
         elif stopped:
@@ -146,10 +145,6 @@ def plan_step(state: PlanState, limits: StepLimits) -> StepPlan:
         admitted=tuple(admitted),
         short_blocks=short_blocks,
     )
-
-
-def _due_of(sequence: Prefilling | Waiting) -> int:
-    return sequence.due
 
 
 def _part(key: Key, done_tokens: int, prompt_tokens: int, budget: int, limits: StepLimits) -> PrefillPart:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from itertools import islice
+from heapq import nsmallest
 
 from trtpd.errors import InternalError
 from trtpd.runtime.core.events import FinishReason, Load
@@ -86,10 +86,6 @@ class Running:
         return "length" if full or self.next_index >= self.request.max_tokens else None
 
 
-def _by_due(sequences: Iterable[Running]) -> list[Running]:
-    return sorted(sequences, key=lambda sequence: (sequence.due, sequence.number))
-
-
 def _running(request: EngineRequest, *, peak_tokens: int, number: int) -> Running:
     ids = list(request.prompt_ids)
     sequence = Running(request, ids, 0, peak_tokens, number, len(ids))
@@ -130,7 +126,7 @@ class SequenceTable:
         sequence = _running(request, peak_tokens=peak_tokens, number=self._number)
         if request.kind is not RequestKind.GENERATION_ONLY:
             sequence.due = due(self._computed_tokens, sequence.context_tokens)
-            self._line_up(sequence)
+            self._stages[Stage.WAITING][request.key] = sequence
             self._queued_tokens += sequence.context_tokens
             return
         assert request.first_token is not None, "check_request lets no generation_only pass without"
@@ -139,14 +135,6 @@ class SequenceTable:
         self._stages[Stage.JOINING][request.key] = sequence
         sequence.done_tokens, sequence.cached_tokens = sequence.prompt_tokens, 0
         self._publish(sequence)
-
-    def _line_up(self, sequence: Running) -> None:
-        """Puts it among those that wait, where it is due."""
-        waiting = self._stages[Stage.WAITING]
-        last = next(reversed(waiting.values()), None)
-        waiting[sequence.key] = sequence
-        if last is not None and (sequence.due, sequence.number) < (last.due, last.number):
-            self._stages[Stage.WAITING] = {s.key: s for s in _by_due(waiting.values())}
 
     def admit(self, key: Key) -> Running:
         """Gives a waiting request its blocks, those that hold the beginning of its tokens already among them; the
@@ -219,7 +207,7 @@ class SequenceTable:
         self._queued_tokens += len(victim.ids) - victim.uncomputed_tokens
         victim.done_tokens = victim.published = 0
         victim.context_tokens, victim.due = len(victim.ids), 0
-        self._line_up(victim)
+        self._stages[Stage.WAITING][victim.key] = victim
 
     def retire(self, key: Key) -> None:
         """Forgets a request and frees what it has."""
@@ -246,7 +234,7 @@ class SequenceTable:
         return sum(self._kv.outgrows_promise(sequence.key, sequence.peak_tokens) for sequence in running)
 
     def plan_state(self, *, waiting_at_most: int) -> PlanState:
-        prefilling = _by_due(self._stages[Stage.PREFILLING].values())
+        prefilling = self._stages[Stage.PREFILLING].values()
         available_blocks = self._kv.available_blocks - self.growing_blocks
         return PlanState(
             decoding=tuple(self._stages[Stage.DECODING]),
@@ -261,7 +249,8 @@ class SequenceTable:
 
     def _first_in_line(self, at_most: int, available_blocks: int) -> Iterator[Waiting]:
         """Those that there are blocks for, and the first that there aren't for."""
-        for sequence in islice(self._stages[Stage.WAITING].values(), at_most):
+        waiting = self._stages[Stage.WAITING].values()
+        for sequence in nsmallest(at_most, waiting, key=lambda sequence: (sequence.due, sequence.number)):
             tokens = sequence.context_tokens
             peak_tokens, shared = max(tokens, sequence.peak_tokens), self._cached(sequence)
             blocks = self._kv.needed_blocks(tokens=tokens, peak_tokens=peak_tokens, shared=shared)

@@ -8,8 +8,11 @@ import threading
 import time
 from typing import Any
 
+import psutil
 import pytest
 from trtpd_testing.harness import Server, ask
+
+from trtpd.runtime.serve import rundir
 
 pytestmark = pytest.mark.e2e
 
@@ -23,6 +26,18 @@ def healthy(server: Server) -> dict:
 
 def generation_of(status: dict, instance: str) -> str:
     return status["instances"][instance]["generation"]
+
+
+def served_again(server: Server, entry: dict) -> None:
+    """Asks until there is an answer, which must be the right one."""
+    deadline_s = time.monotonic() + 90
+    while True:
+        answer = ask(server, text_input=entry["text_input"], max_tokens=16, exclude_input_in_output=True)
+        if answer.error is None:
+            break
+        assert time.monotonic() < deadline_s, answer.error
+        time.sleep(0.5)
+    assert answer.ids == entry["output_ids"][:16]
 
 
 @pytest.mark.parametrize("victim", ["worker", "stub"])
@@ -115,6 +130,21 @@ def test_a_dead_stub_of_a_stage_model_is_replaced(pair: Server, golden: dict, mo
     assert answer.ids == entry["output_ids"][:16]
 
 
+def test_a_server_that_aborts_with_a_dead_stub_is_started_again(pair: Server, golden: dict) -> None:
+    """A stub may be killed while it holds a lock of the server's, which then aborts."""
+    entry = golden["prompts"]["chat"]
+    healthy(pair)
+    os.kill(pair.stub_pid("decode_0"), signal.SIGKILL)
+    deadline_s = time.monotonic() + 30
+    while rundir.stub_of(pair.run_dir, "decode_0") is not None:  # until the launcher has seen it
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    server = next(c for c in psutil.Process(pair.process.pid).children() if "tritonserver" in c.name())
+    server.send_signal(signal.SIGABRT)
+    server.wait(30)
+    served_again(pair, entry)
+
+
 def test_after_a_dead_router_the_next_one_serves_and_nothing_of_the_old_is_held(pair: Server, golden: dict) -> None:
     entry = golden["prompts"]["story"]
     healthy(pair)
@@ -127,13 +157,6 @@ def test_after_a_dead_router_the_next_one_serves_and_nothing_of_the_old_is_held(
 
     broken = ask(pair, text_input=entry["text_input"], max_tokens=64, on_tokens=kill)
     assert broken.error is not None
-    deadline_s = time.monotonic() + 90
-    while True:
-        answer = ask(pair, text_input=entry["text_input"], max_tokens=16, exclude_input_in_output=True)
-        if answer.error is None:
-            break
-        assert time.monotonic() < deadline_s, answer.error
-        time.sleep(0.5)
-    assert answer.ids == entry["output_ids"][:16]
+    served_again(pair, entry)
     status = healthy(pair)
     assert all(i["kv_blocks_free"] == i["kv_blocks"] for i in status["instances"].values())
