@@ -65,7 +65,7 @@ def lines(profile: CostProfile) -> list[str]:
         found.append(f"{role}: {_step_words(costs.fit, together=together)}")
     for path, transfer in profile.transfers.items():
         fit = transfer.fit
-        words = "too few points for a fit"
+        words = "no rate: there are too few sizes, or larger ones took no longer"
         if fit is not None:
             words = f"{fit.fixed_s * MS:.2f} ms + {fit.bytes_per_s / 1e9:.2f} GB/s; {_residual_words(fit.residuals)}"
         found.append(f"{path}: {words}")

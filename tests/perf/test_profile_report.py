@@ -28,3 +28,10 @@ def test_what_has_too_few_points_has_no_fit() -> None:
     profile = CostProfile.model_validate(data)
     assert rows(profile)[1].fitted == "-"
     assert "decode: too few points for a fit" in lines(profile)
+
+
+def test_a_path_without_a_rate_says_so() -> None:
+    data = profile_data()
+    data["transfers"]["shm"]["fit"] = None
+    said = lines(CostProfile.model_validate(data))
+    assert "shm: no rate: there are too few sizes, or larger ones took no longer" in said

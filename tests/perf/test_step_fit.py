@@ -104,3 +104,10 @@ def test_a_transfer_is_a_fixed_part_and_a_rate() -> None:
     assert fit is not None
     assert (fit.fixed_s, fit.bytes_per_s) == (pytest.approx(0.001), pytest.approx(2e9))
     assert fit_transfer(points[:1]) is None
+
+
+def test_a_transfer_whose_larger_sizes_took_no_longer_has_no_rate() -> None:
+    points = [
+        TransferPoint(tokens=size, bytes=size * 1000, seconds=0.001, spread=0.0, runs=1) for size in (32, 512, 4096)
+    ]
+    assert fit_transfer(points) is None
