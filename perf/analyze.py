@@ -20,6 +20,7 @@ from trtpd.perf.perf_analyzer import (
     Latencies,
     Load,
     agreement,
+    dealt,
     input_data,
     latencies,
     with_new_text,
@@ -130,7 +131,7 @@ def _take_turns(
 def _ours(options: AnalyzeOptions, wanted: Wanted, load: Load, text: int) -> Latencies:
     """From the instant of sending, as perf_analyzer does it, and whatever else our client accounts for left out."""
     target = Target(url=options.url, model=options.model)
-    workload = with_new_text(make(_at(wanted, load)), text)
+    workload = dealt(with_new_text(make(_at(wanted, load)), text))
     run, _ = drive(BenchOptions(target=target, wanted=wanted), workload, lambda stage, done, total: None)
     sent = [(r.sent_s, r.at_s) for r in run.records if r.sent_s is not None and r.state == "finished"]
     if not sent and run.records:

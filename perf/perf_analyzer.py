@@ -1,9 +1,10 @@
 """The outside instrument: NVIDIA's perf_analyzer over gRPC streaming, its figures beside ours.
 
 Both ask requests of the same lengths, in the same order, of the same server at the same loads, in turn (so that a
-machine that drifts drifts for both). The text is new in each run: a prefix cache would answer whoever asks second. The
-first requests of a closed loop come all at once, in an order that is chance, and are left out of both. Each figure is
-the median of the runs' medians.
+machine that drifts drifts for both). The text is new in each run: a prefix cache would answer whoever asks second. Users
+of a closed loop have their requests dealt to them as perf_analyzer deals them, so that as many are under way at its end
+in both. Its first requests come all at once, in an order that is chance, and are left out of both. Each figure is the
+median of the runs' medians.
 """
 
 from __future__ import annotations
@@ -83,6 +84,19 @@ def with_new_text(workload: Workload, run: int) -> Workload:
             ask, segments=tuple(Segment(seed=one.seed + (run << 64), tokens=one.tokens) for one in ask.segments)
         )
         for ask in workload.asks
+    )
+    return msgspec.structs.replace(workload, asks=tuple(asks))
+
+
+def dealt(workload: Workload) -> Workload:
+    """As perf_analyzer deals its inputs out: of n users in a closed loop the first asks request 0, n, 2n and so on, one
+    after the other, whoever else is free; sessions are requests like any other. An open loop stays as it is."""
+    users = workload.concurrency
+    if users is None:
+        return workload
+    asks = (
+        msgspec.structs.replace(ask, after=number - users if number >= users else None, think_s=0.0)
+        for number, ask in enumerate(workload.asks)
     )
     return msgspec.structs.replace(workload, asks=tuple(asks))
 

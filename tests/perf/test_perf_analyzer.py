@@ -13,6 +13,7 @@ from trtpd.perf.perf_analyzer import (
     Latencies,
     Load,
     agreement,
+    dealt,
     input_data,
     latencies,
     read_export,
@@ -113,6 +114,27 @@ def test_each_run_has_words_of_its_own_and_the_same_lengths_and_sharing():
     assert [len(one) for one in words[0]] == [len(one) for one in words[1]]
     assert all(one[:8] != other[:8] for one, other in zip(*words, strict=True))
     assert all(len({tuple(one[:8]) for one in run}) == 1 for run in words)  # the instruction all requests share
+
+
+@pytest.mark.parametrize("name", ["chat", "agent"])
+def test_users_of_a_closed_loop_ask_what_perf_analyzer_would_have_them_ask(name):
+    made = make(Wanted(name=name, concurrency=3, requests=11, fit=LengthFit(scale=0.1)))
+    workload = dealt(made)
+    assert [ask.segments for ask in workload.asks] == [ask.segments for ask in made.asks]
+    turns = workload.turns()
+    chains = []
+    for first in (number for number, ask in enumerate(workload.asks) if ask.after is None):
+        chain = [first]
+        while followers := turns.get(chain[-1]):
+            chain += followers
+        chains.append(chain)
+    assert chains == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8]]
+    assert all(ask.at_s is None and ask.think_s == 0.0 for ask in workload.asks)
+
+
+def test_an_open_loop_is_dealt_to_nobody():
+    workload = make(Wanted(name="chat", rate=2.0, requests=5, fit=LengthFit(scale=0.1)))
+    assert dealt(workload) is workload
 
 
 def test_a_named_tool_is_taken_if_it_runs_and_refused_if_not(tmp_path):
