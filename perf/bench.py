@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -271,5 +272,12 @@ def _look(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> 
 
 
 def _new(before: Mapping[str, Any], after: Mapping[str, Any], notes: str) -> tuple[str, ...]:
-    known = {note["what"] for note in before.get(notes, ())}
-    return tuple(note["what"] for note in after.get(notes, ()) if note["what"] not in known)
+    """What has been noted since; the same words as before only as often as they are there more often."""
+    known = Counter(note["what"] for note in before.get(notes, ()))
+    found = []
+    for note in after.get(notes, ()):
+        if known[note["what"]]:
+            known[note["what"]] -= 1
+        else:
+            found.append(note["what"])
+    return tuple(found)

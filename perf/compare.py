@@ -33,6 +33,10 @@ from trtpd.perf.records import Record
 from trtpd.perf.slo import LengthSlo
 
 FIRST_SHARE = 3
+TUNED_SHARE, TUNING_STEP = 0.3, 2
+"""Of a tuning's requests that the best variant has to serve within targets, and by how many of the grid's rates lower
+it is tried again if it doesn't."""
+
 TUNING_SCALES = (0.5, 0.71, 1.0, 1.41, 2.0)
 
 
@@ -129,12 +133,25 @@ class Comparer:
         return found if found is not None and any(v.label == found.variant for v in self._variants[arm]) else None
 
     def _tune(self, arm: str, rates: Sequence[float]) -> Choice:
-        """The variant that serves most within targets below the capacity, on another seed: the mean over TUNING_SCALES
-        of all targets, since a short run's share at one scale is mostly chance."""
+        """The variant that serves most within targets below the capacity, on another seed. Where none serves
+        TUNED_SHARE, the rate was beyond what this arm can do and which is best there is chance: at a lower one then.
+        """
         candidates = self._variants[arm]
         if len(candidates) == 1:
             return Choice(arm=arm, variant=candidates[0].label, tried={})
-        rate = rates[min(FIRST_SHARE, len(rates) // 2)]
+        index = min(FIRST_SHARE, len(rates) // 2)
+        tried = self._shares(candidates, rates[index])
+        while index > 0 and max(tried.values()) < TUNED_SHARE:
+            index = max(0, index - TUNING_STEP)
+            tried = self._shares(candidates, rates[index])
+        untried = tuple(one.label for one in candidates if one.label not in tried)
+        choice = Choice(arm=arm, variant=max(tried, key=lambda label: tried[label]), tried=tried, untried=untried)
+        self._folder.keep_choice(choice)
+        return choice
+
+    def _shares(self, candidates: Sequence[Variant], rate: float) -> dict[str, float]:
+        """What each variant tried serves within targets at `rate`: the mean over TUNING_SCALES of all targets, since a
+        short run's share at one scale is mostly chance."""
         tried: dict[str, float] = {}
         while (variant := next_variant(candidates, tried)) is not None:
             point = self._points.of("tuning", variant, rate, 0) or self._tuned(variant, rate)
@@ -142,15 +159,17 @@ class Comparer:
                 point.records, self._points.slo, TUNING_SCALES, warm_up_s=point.figures.warm_up_s
             )
             tried[variant.label] = float(np.mean([share or 0.0 for _, share in shares]))
-        untried = tuple(one.label for one in candidates if one.label not in tried)
-        choice = Choice(arm=arm, variant=max(tried, key=lambda label: tried[label]), tried=tried, untried=untried)
-        self._folder.keep_choice(choice)
-        return choice
+        return tried
 
     def _tuned(self, variant: Variant, rate: float) -> Point:
-        self._runs.afford(SERVER_START_S + self._points.lasts_s("tuning"))
-        with self._runs.serve(variant) as target:
-            return self._points.measure("tuning", variant, target, rate, 0)
+        """Made once more, on a server that knows none of it, if its figures can't be used."""
+        for _ in range(2):
+            self._runs.afford(SERVER_START_S + self._points.lasts_s("tuning"))
+            with self._runs.serve(variant) as target:
+                point = self._points.measure("tuning", variant, target, rate, 0)
+            if not point.file.fault:
+                break
+        return point
 
     def _chosen(self, choice: Choice) -> Variant:
         return next(one for one in self._variants[choice.arm] if one.label == choice.variant)
@@ -161,6 +180,8 @@ class Comparer:
         for turn, variant in enumerate(chosen):
             self._progress("arms", turn, total)
             self._search(variant, rates)
+            if self._once_more(variant):
+                self._search(variant, rates)
         tops = {variant.arm: self._top(variant, rates) for variant in chosen}
         for repeat in range(self._options.repeats):  # what the first round has is not made again
             for turn in range(len(chosen)):
@@ -168,8 +189,8 @@ class Comparer:
                 self._progress("arms", repeat * len(chosen) + turn, total)
                 again = sorted({tops[variant.arm], tops[SPLIT]}) if not self._options.rates else rates
                 self._all(variant, [(rate, repeat) for rate in again])
-        for variant in chosen:  # once more what can't be used
-            self._all(variant, [(f.rate, f.repeat) for f in self._folder.points(variant) if f.fault], afresh=True)
+        for variant in chosen:
+            self._once_more(variant)
         self._progress("arms", total, total)
 
     def _search(self, variant: Variant, rates: Sequence[float]) -> None:
@@ -207,6 +228,12 @@ class Comparer:
                 if afresh or self._folder.run_file("points", variant, rate, repeat) is None:
                     self._runs.afford(self._points.lasts_s("points"))
                     self._points.measure("points", variant, target_of(), rate, repeat)
+
+    def _once_more(self, variant: Variant) -> bool:
+        """Makes again what can't be used. False if all can."""
+        faulty = [(file.rate, file.repeat) for file in self._folder.points(variant) if file.fault]
+        self._all(variant, faulty, afresh=True)
+        return bool(faulty)
 
     @property
     def _has_short_ones(self) -> bool:

@@ -16,6 +16,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
+from trtpd.build.files import write_whole
 from trtpd.errors import InputError
 from trtpd.perf.client import Run
 from trtpd.perf.compare_arms import Variant
@@ -42,7 +43,7 @@ class Folder:
             return read(path, kind)
         found = find()
         self.path.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
+        write_whole(path, msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
         return found
 
     def run_path(self, kind: Kind, variant: Variant, rate: float, repeat: int) -> Path:
@@ -63,8 +64,9 @@ class Folder:
         """Records first: a run whose figures are there is whole."""
         path = self.run_path(kind, variant, file.rate, file.repeat)
         path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
         save_records(path.with_suffix(".jsonl.gz"), run.info, run.records)
-        path.write_bytes(msgspec.json.encode(file))
+        write_whole(path, msgspec.json.encode(file))
 
     def choice(self, arm: str) -> Choice | None:
         """What was chosen for an arm, if its tuning came to an end."""
@@ -72,7 +74,7 @@ class Folder:
         return read(path, Choice) if path.is_file() else None
 
     def keep_choice(self, choice: Choice) -> None:
-        self._choice(choice.arm).write_bytes(msgspec.json.encode(choice))
+        write_whole(self._choice(choice.arm), msgspec.json.encode(choice))
 
     def points(self, variant: Variant) -> Iterator[PointFile]:
         """All measured runs of a variant, by name."""

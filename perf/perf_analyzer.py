@@ -1,10 +1,10 @@
 """The outside instrument: NVIDIA's perf_analyzer over gRPC streaming, its figures beside ours.
 
 Both ask requests of the same lengths, in the same order, of the same server at the same loads, in turn (so that a
-machine that drifts drifts for both). The text is new in each run: a prefix cache would answer whoever asks second. Users
-of a closed loop have their requests dealt to them as perf_analyzer deals them, so that as many are under way at its end
-in both. Its first requests come all at once, in an order that is chance, and are left out of both. Each figure is the
-median of the runs' medians.
+machine that drifts drifts for both). The text is new in each run: a prefix cache would answer whoever asks second.
+Users of a closed loop have their requests dealt to them as perf_analyzer deals them, so that as many are under way at
+its end in both. Its first requests come all at once, in an order that is chance, and are left out of both. Each figure
+is the median of the runs' medians.
 """
 
 from __future__ import annotations

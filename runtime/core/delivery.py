@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from trtpd.runtime.core import place
+from trtpd.runtime.core import sinks
 from trtpd.runtime.core.books import Books
 from trtpd.runtime.core.events import ChunkReady, Offered, Pull, TransferBegun, TransferDone
 from trtpd.runtime.core.instance import Hold, Instance
@@ -114,7 +114,7 @@ class Delivery:
                 return attempt.decode
             books.release(attempt.decode)
             attempt.decode = None
-        other = place.choose_sink(
+        other = sinks.choose_sink(
             request,
             source,
             books.cluster,

@@ -6,6 +6,7 @@ from itertools import islice
 
 from trtpd.runtime.core import place
 from trtpd.runtime.core.books import Books
+from trtpd.runtime.core.degrade import Rung
 from trtpd.runtime.core.events import Submit, WorkKind
 from trtpd.runtime.core.fair import Queue
 from trtpd.runtime.core.lifecycle import AttemptRecord, Instant, State
@@ -85,12 +86,12 @@ class Dispatch:
             most = SEEN_AT_ONCE if placed else 8 * most
 
     def _place_front(self, front: list[Request], queue: Queue) -> tuple[int, bool]:
-        """How many of these were placed, and whether others may still be. A few may overtake one that doesn't fit,
-        until it has waited long."""
-        placed, skipped = 0, 0
+        """How many of these were placed, and whether others further back may still be. A few may overtake one that
+        doesn't fit, until it has waited long; long ones that leave the way to others keep nobody back."""
+        placed, skipped, aside = 0, 0, False
         in_line: set[bool] = set()
         for request in front:
-            if request.short in in_line:
+            if request.short in in_line or (aside and self._aside(request)):
                 continue
             wait = self._place(request)
             if wait is None:
@@ -99,11 +100,18 @@ class Dispatch:
                 in_line.add(request.short)
                 if queue.kinds <= in_line:
                     return placed, False
+            elif wait is place.Wait.PAUSED and self._aside(request):
+                aside = True
             elif self._blocks_others(request, wait) or skipped == self._books.policy.overtake:
                 return placed, False
             else:
                 skipped += 1
         return placed, True
+
+    def _aside(self, request: Request) -> bool:
+        """Whether it leaves prefill to shorter ones now: it waits for an idle instance and keeps nobody back."""
+        is_long = request.prompt_tokens >= self._books.policy.long_tokens
+        return is_long and rules_of(self._books, request).rung >= Rung.LONG_WAIT
 
     def _blocks_others(self, request: Request, wait: place.Wait) -> bool:
         """One that waits for its turn does from the start: the others would take just that turn. It comes nearer by

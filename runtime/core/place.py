@@ -18,9 +18,7 @@ from trtpd.runtime.core.message import message
 from trtpd.runtime.core.ranks import Floats, Mask, Table
 from trtpd.runtime.core.requests import Request
 from trtpd.runtime.core.score import Weights, Work
-
-SHORTLIST = 8
-"""Instances of each side that are scored as pairs."""
+from trtpd.runtime.core.shortlist import Pair, Shortlist, by_host, least, of_those_that_fit, shortlist
 
 _LONG_WAIT = Rung.LONG_WAIT
 """Looked at for every placement: a member of an enum takes four times as long as a plain name."""
@@ -72,31 +70,6 @@ Candidate = tuple[float, Instance, Instance | None, str, str]
 """(score, prefill, decode, reason, what else to say)."""
 
 
-Shortlist = list[tuple[float, int]]
-"""(score, row) of the best of one side, ascending."""
-
-Pair = tuple[float, int, int]
-"""(score, row of the source, row of the sink)."""
-
-
-def shortlist(scores: Floats) -> Shortlist:
-    """The best of all."""
-    if len(scores) > SHORTLIST:
-        rows = scores.argpartition(SHORTLIST - 1)[:SHORTLIST]
-        return sorted(zip(scores[rows].tolist(), rows.tolist(), strict=False))
-    return sorted(zip(scores.tolist(), range(len(scores)), strict=False))
-
-
-def _least(column: Floats, found: Shortlist) -> float:
-    return min(map(column.item, [row for _, row in found]), default=0.0)
-
-
-def _fit(scores: Floats, unfit: Mask) -> Shortlist:
-    """The best of those that fit. Takes `scores` over."""
-    scores[unfit] = np.inf
-    return [entry for entry in shortlist(scores) if entry[0] < np.inf]
-
-
 @dataclass(slots=True)
 class _View:
     """One request seen against one cluster at one instant; notes on the way why places fell out. `is_long`: it is to
@@ -126,13 +99,13 @@ class _View:
         scores, tokens = self._prefill(table, flow), self.work.prompt_tokens
         if not self.is_long and not self.request.avoid:
             found = shortlist(scores)
-            if table.bounds[0] >= tokens or _least(self._fits(table), found) >= tokens:
+            if table.bounds[0] >= tokens or least(self._fits(table), found) >= tokens:
                 return found
         unfit = self.avoided(table, self._fits(table) < tokens)
         if self.is_long:
             self.held_back = True
             unfit |= table.rate * table.wait_s > 1.0
-        found = _fit(scores, unfit)
+        found = of_those_that_fit(scores, unfit)
         if not found:
             self._note_line(table.room >= tokens)
         return found
@@ -159,10 +132,12 @@ class _View:
         scores = score.decode(table, work, flow)
         if not self.request.avoid:
             found = shortlist(scores)
-            all_fit = table.bounds[1] >= work.total_tokens or _least(fits, found) >= work.total_tokens
+            all_fit = table.bounds[1] >= work.total_tokens or least(fits, found) >= work.total_tokens
             if all_fit and self._none_late(found, table, ready_at_s):
                 return found
-        return _fit(scores, self._in_time(table, self.avoided(table, fits < work.total_tokens), ready_at_s))
+        return of_those_that_fit(
+            scores, self._in_time(table, self.avoided(table, fits < work.total_tokens), ready_at_s)
+        )
 
     def _none_late(self, found: Shortlist, table: Table, ready_at_s: float) -> bool:
         """Whether all of these keep the target as far as their own rows say; if not, `too_late` knows more."""
@@ -214,7 +189,7 @@ class _View:
         if hello.gpus or self.cluster.links_down:
             found = self._over_links(sources, sinks, prefills, decodes, near_s, far_s)
         else:
-            found = _by_host(sources, sinks, prefills.hosts, decodes.hosts, weight * near_s, weight * far_s)
+            found = by_host(sources, sinks, prefills.hosts, decodes.hosts, weight * near_s, weight * far_s)
         if found is None:
             return []
         score_s, row, sink_row = found
@@ -295,30 +270,6 @@ class _View:
         )
 
 
-def _by_host(
-    sources: Shortlist, sinks: Shortlist, source_hosts: list[int], sink_hosts: list[int], near_s: float, far_s: float
-) -> Pair:
-    """The best pair where all links are up and all instances of a host are equally near. The best sink for a source is
-    the best of all, or the best on its own host, where moving costs less (`near_s` is at most `far_s`)."""
-    sink_s, sink_row = sinks[0]
-    source_s, row = sources[0]
-    sink_host = sink_hosts[sink_row]
-    if source_hosts[row] == sink_host or near_s == far_s:
-        return (source_s + sink_s + near_s, row, sink_row)
-    best: Pair = (source_s + sink_s + far_s, row, sink_row)
-    bound_s = best[0]
-    mates = {sink_hosts[entry[1]]: entry for entry in reversed(sinks)}
-    for source_s, row in sources:
-        if source_s + sink_s + near_s >= bound_s:
-            break
-        mate = mates.get(source_hosts[row])
-        if mate is not None:
-            score_s = source_s + mate[0] + near_s
-            if score_s < bound_s:
-                best, bound_s = (score_s, row, mate[1]), score_s
-    return best
-
-
 def serving(table: Table) -> Iterable[Instance]:
     return (instance for instance in table.instances if table.capacity[instance.row] >= 0.0)
 
@@ -357,43 +308,3 @@ def why(choice: Choice, work: Work) -> str:
         f"{f', {hit} tokens cached' if hit else ''}, then one each {step_s:.2g} s, "
         f"KV {kv:.0%} promised, batch {whole.placed + 1}/{whole.hello.max_batch}; score {choice.score_s:.3g}"
     )
-
-
-def has_sink(request: Request, source: Instance, cluster: Cluster) -> bool:
-    """Whether a decode instance serves now that could ever take what `source` offers, whether or not it has
-    room."""
-    cluster.settle()
-    return cluster.groups[request.model][source.group_key].decode.can_hold(request.total_tokens)
-
-
-def choose_sink(
-    request: Request, source: Instance, cluster: Cluster, *, work: Work, rules: Rules, not_again: str | None
-) -> Instance | None:
-    """The best decode instance to pull an offer that exists already; None if none has room now.
-
-    `not_again` is taken only if there is no other.
-    """
-    cluster.settle()
-    attempt = request.running()
-    table = cluster.groups[request.model][source.group_key].decode
-    if not table.open:
-        return None
-    # An offer holds prefill's blocks, so it may take a place in the queue of a full batch.
-    scores = score.decode(table, work)
-    scores[table.room < request.total_tokens] = np.inf
-    if source.hello.gpus:
-        for row in np.flatnonzero(scores < np.inf).tolist():
-            known_s = rules.links.known_s(source, table.instances[row], work.prompt_tokens)
-            scores[row] += rules.weights.transfer_s * (known_s or 0.0)
-    last: Instance | None = None
-    for row in np.argsort(scores, kind="stable").tolist():
-        sink: Instance = table.instances[row]
-        if scores[row] == np.inf:
-            break
-        barred = sink.name in attempt.shunned or request.avoids(sink.name, cluster.now_s)
-        if barred or (request.id, attempt.number) in sink.holds or not cluster.link_up(source.name, sink.name):
-            continue
-        if sink.name != not_again:
-            return sink
-        last = sink
-    return last

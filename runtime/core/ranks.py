@@ -23,6 +23,7 @@ REPORTS_PER_REFRESH = 8
 
 
 COLUMNS = 20
+SHORT_FITS = 19
 
 CAUTION = 1.1
 """By so much joined_s is longer than predicted: a full instance works at this bound, and half of its tokens would
@@ -107,7 +108,7 @@ class Table:
         self.decode_terms: Floats = data[11:16]
         self.prefill_terms: Floats = data[15:19]
         self.flows, self.wait_s, self.token_s, self.short_wait_s = data[15:19]
-        self.short_fits = data[19]
+        self.short_fits = data[SHORT_FITS]
         self._bounds: tuple[float, float, float] | None = None
         self._scores: Floats = np.zeros((2, len(self.instances)))
         self._decode_scores, self._prefill_scores = self._scores
@@ -150,23 +151,21 @@ class Table:
         if found[4] != self.rate.item(row):
             self._rates = None
         long_full, short_full = self.prefill_fits.item(row) < 0.0, self.short_fits.item(row) < 0.0
-        self._rebound(row, min(found[2], found[19]), found[3], found[9])
+        self._rebound(row, min(found[2], found[SHORT_FITS]), found[3], found[9])
         self._data[:, row] = found
-        return (long_full and found[2] >= 0.0) or (short_full and found[19] >= 0.0)
+        return (long_full and found[2] >= 0.0) or (short_full and found[SHORT_FITS] >= 0.0)
 
     def _row(self, instance: Instance, now_s: float) -> tuple[float, ...]:
         """Its row as it should be, column by column."""
         hello, limits = instance.hello, self._limits
         is_open = instance.usable(now_s)
         token_s = self._costs.token_s(hello, self.role) * instance.factor
-        wait_s = instance.queued_tokens * token_s
+        wait_s, short_s, takes_long, takes_short = self._lines(instance, token_s)
         kv_tokens = hello.kv_blocks * hello.tokens_per_block
         fits = -1.0
         if is_open:
             free_tokens = kv_tokens - instance.committed_blocks * hello.tokens_per_block
             fits = float(min(free_tokens, instance.capacity_tokens))
-        # An engine that reports no chunks seems to have its whole prompt ahead until the seal, so it gets a second.
-        ahead = 1 if hello.capabilities.chunk_events else 2
         placed, sequences = len(instance.holds), instance.sequences
         one_s, each_s = self._costs.decode_s(hello, self.role, instance.context_tokens / max(sequences, 1))
         one_s, each_s = one_s * instance.factor, each_s * instance.factor
@@ -178,19 +177,11 @@ class Table:
         step_s = one_s + each_s * met
         kv, kv_token = (instance.context_tokens + instance.left_tokens) / kv_tokens, 1.0 / kv_tokens
         crowd = limits.batch_s * (placed + 1) / hello.max_batch
-        prefilling, longs_s, short_s, shorts = instance.prefilling, wait_s, wait_s, instance.prefilling
-        if hello.capabilities.shorter_first:
-            shorts, short_s = instance.short_prefilling, instance.short_tokens * token_s
-            prefilling, longs_s = prefilling - shorts, wait_s - short_s
-            if longs_s > 0.0:  # a chunk under way is not interrupted
-                short_s += min(instance.load.step_s, longs_s)
-        prefill_fits = fits if longs_s <= limits.ahead_s or prefilling < ahead else -1.0
-        short_fits = fits if short_s <= limits.ahead_s or shorts < ahead else -1.0
         whole_fits = fits if placed < limits.placed_per_batch * hello.max_batch else -1.0
         return (
             instance.capacity_tokens if is_open else -1.0,
             fits,
-            prefill_fits,
+            fits if takes_long else -1.0,
             whole_fits,
             1.0 / token_s if is_open else 0.0,
             sequences,
@@ -207,8 +198,24 @@ class Table:
             wait_s + instance.jitter,
             token_s,
             short_s + instance.jitter,
-            short_fits,
+            fits if takes_short else -1.0,
         )
+
+    def _lines(self, instance: Instance, token_s: float) -> tuple[float, float, bool, bool]:
+        """(seconds of prompts that wait there, of those before a short one, whether it takes one more long prompt, and
+        one more short one)."""
+        hello, ahead_s = instance.hello, self._limits.ahead_s
+        # An engine that reports no chunks seems to have its whole prompt ahead until the seal, so it gets a second.
+        ahead = 1 if hello.capabilities.chunk_events else 2
+        wait_s = instance.queued_tokens * token_s
+        if not hello.capabilities.shorter_first:
+            takes = wait_s <= ahead_s or instance.prefilling < ahead
+            return wait_s, wait_s, takes, takes
+        shorts, short_s = instance.short_prefilling, instance.short_tokens * token_s
+        longs, longs_s = instance.prefilling - shorts, wait_s - short_s
+        if longs_s > 0.0:  # a chunk under way is not interrupted
+            short_s += min(instance.load.step_s, longs_s)
+        return wait_s, short_s, longs_s <= ahead_s or longs < ahead, short_s <= ahead_s or shorts < ahead
 
     def _rebound(self, row: int, prefill_fits: float, whole_fits: float, joined_s: float) -> None:
         """Keeps `bounds` for a row that is about to change, or gives them up if it may be the one that sets them."""
@@ -264,8 +271,12 @@ class Table:
         return found
 
     def stale(self, instance: Instance, now_s: float) -> bool:
-        """Whether what decides feasibility in its row is not what the instance says: for checks. Changes nothing."""
-        return tuple(self._data[:4, instance.row].tolist()) != self._row(instance, now_s)[:4]
+        """Whether what decides feasibility in its row is not what the instance says: for checks. Changes nothing. How
+        long a step under way takes, which a line of short prompts waits for, is told only now and then: that line is
+        compared where it is empty, and so open."""
+        seen, found = self._data[:, instance.row].tolist(), self._row(instance, now_s)
+        shorts_open = instance.short_prefilling == 0 and instance.hello.capabilities.shorter_first
+        return tuple(seen[:4]) != found[:4] or (shorts_open and seen[SHORT_FITS] != found[SHORT_FITS])
 
     def can_hold(self, tokens: int) -> bool:
         """Whether one that serves now could hold so many if it were empty."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trtpd.runtime.core import place
+from trtpd.runtime.core import sinks
 from trtpd.runtime.core.books import Books
 from trtpd.runtime.core.delivery import Delivery
 from trtpd.runtime.core.events import Drained, Hello, LinkDown, Lost, Quarantine, Rejected, TransferFailed
@@ -257,7 +257,7 @@ class Recovery:
             return True
         assert attempt.prefill is not None
         source = books.cluster.instances[attempt.prefill.instance]
-        if place.has_sink(request, source, books.cluster):
+        if sinks.has_sink(request, source, books.cluster):
             return False
         self.retry(request, "no_decode", "no_instance", "no decode instance is left for it")
         return True

@@ -9,7 +9,7 @@ from trtpd.runtime.core.events import Arrived, SwitchRole
 from trtpd.runtime.core.instance import Instance
 from trtpd.runtime.core.lifecycle import State
 from trtpd.runtime.core.moves import Moves
-from trtpd.runtime.core.ranks import CAUTION
+from trtpd.runtime.core.ranks import CAUTION, Table
 from trtpd.runtime.core.rebalance import Pools, Proposal, Rebalancer
 from trtpd.runtime.core.recovery import Recovery
 from trtpd.runtime.core.score import TPOT_USUAL_S
@@ -169,7 +169,7 @@ class Watch:
                 prefill=group.prefill.open,
                 decode=group.decode.open,
                 prefill_tokens_per_s=float(rates.mean()),
-                decode_tokens_per_s=decode_rate(group.decode.instances[0], self._usual_of(model).tpot_s),
+                decode_tokens_per_s=mean_decode_rate(group.decode, self._usual_of(model).tpot_s),
             )
             found = rebalancer.propose(books.now_s, pools, backlog_tokens=books.backlog.tokens_of(model))
             if found is not None:
@@ -187,6 +187,12 @@ class Watch:
         if len(usable) > 1:
             chosen = min(usable, key=lambda instance: (instance.left_tokens + instance.pending_tokens, instance.name))
             books.say(SwitchRole(instance=chosen.name, role=found.role))
+
+
+def mean_decode_rate(table: Table, tpot_s: float | None) -> float:
+    """Of the instances that serve: one at least must. See decode_rate."""
+    rates = [decode_rate(one, tpot_s) for one in table.instances if table.capacity[one.row] >= 0.0]
+    return sum(rates) / len(rates)
 
 
 def decode_rate(instance: Instance, tpot_s: float | None) -> float:

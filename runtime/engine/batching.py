@@ -17,8 +17,9 @@ OVERTAKEN = 2
 
 def due(computed_tokens: int, prompt_tokens: int) -> int:
     """A prompt's place in the line, the smallest first, of one that comes when the engine has computed so many prompt
-    tokens in all: a deadline in proportion to its length. One that comes later goes first only if it is shorter by
-    more than has been computed since; nothing that comes once OVERTAKEN times its own length was computed does."""
+    tokens in all: a deadline in proportion to its length. One that comes later goes first only if it is shorter by more
+    than 1 / OVERTAKEN of what has been computed since; nothing that comes once OVERTAKEN times its own length was
+    computed does."""
     return computed_tokens + OVERTAKEN * prompt_tokens
 
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import secrets
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,21 +20,27 @@ from types import FrameType
 
 from trtpd.build.found_profile import find_profile
 from trtpd.build.gpu_probe import find_gpus
-from trtpd.build.manifest import Manifest, RoleName, read_manifest
-from trtpd.errors import InputError, ServeError
+from trtpd.build.manifest import RoleName, read_manifest
+from trtpd.errors import ServeError
 from trtpd.kv_transfer.pool import sweep
 from trtpd.runtime.serve import rundir
 from trtpd.runtime.serve.gpu_binding import Bindings, bind_groups, on_gpus
 from trtpd.runtime.serve.preflight import Ports, check_ports, check_repository, check_settings, check_shared_memory
+from trtpd.runtime.serve.serve_options import (
+    ROUTER_MODEL,
+    ServeOptions,
+    check_reachable,
+    check_router,
+    check_tag,
+    models_of,
+)
 from trtpd.runtime.serve.server_package import ServerPackage, find_server
 from trtpd.runtime.serve.triton_http import TritonControl
 from trtpd.runtime.serve.triton_server import ServerPlan, TritonServer
 from trtpd.runtime.worker import roles
 from trtpd.runtime.worker.assembly import tagged
 from trtpd.runtime.worker.gpus import GpuBinding, write_bindings
-from trtpd.runtime.worker.sockets import check_address, check_keys
 
-ROUTER_MODEL = "pd"
 LIVE_TIMEOUT_S = 60.0
 LOAD_TIMEOUT_S = 600.0
 STAGE_UNLOAD_S = 20.0
@@ -43,29 +48,7 @@ DEAD_UNLOAD_S = 3.0
 WATCH_S = 0.25
 RELOAD_BACKOFF_S = (0.0, 1.0, 2.0, 5.0, 10.0)
 
-TAG = re.compile(r"[A-Za-z0-9_-]{1,32}")
-
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServeOptions:
-    """Port 0 takes any free one. `only`: these models of the build and no others. `router`: the address leaders dial
-    when it is not this launcher's own; with `pd` among the models, the one it binds. `keys`: CURVE keys for it. `tag`:
-    tells the router its instances from those of another build that have the same names.
-    """
-
-    build: Path
-    http: int = 8000
-    grpc: int = 8001
-    metrics: int = 8002
-    host: str = "127.0.0.1"
-    only: tuple[str, ...] = ()
-    router: str | None = None
-    keys: Path | None = None
-    tag: str = ""
-    drain_s: float = 30.0
-    verbose: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,45 +80,6 @@ def serve(options: ServeOptions, *, on_ready: Callable[[Ready], None], say: Say)
             signal.signal(signum, handler)
 
 
-def models_of(manifest: Manifest, only: Sequence[str]) -> list[str]:
-    """The models to load, `pd` last. Raises InputError for names the build does not have."""
-    known = [name for role in manifest.roles.values() for name in role.instances] + [ROUTER_MODEL]
-    unknown = [name for name in only if name not in known]
-    if unknown:
-        raise InputError(f"--only {','.join(unknown)}: this build has {', '.join(known)}")
-    return [name for name in known if not only or name in only]
-
-
-def check_tag(options: ServeOptions, models: Sequence[str]) -> None:
-    """Raises InputError for a tag that can't be part of a name."""
-    if options.tag and not TAG.fullmatch(options.tag):
-        raise InputError(f"--tag {options.tag!r}: must be 1 to 32 letters, digits, - or _")
-    if options.tag and options.router is None and ROUTER_MODEL not in models:
-        raise InputError(f"--tag {options.tag} without a router: give the address of the one to join with --router")
-
-
-def check_router(options: ServeOptions, models: Sequence[str]) -> None:
-    """Raises InputError for an address or keys that no router or leader of ours can use."""
-    if options.keys is not None:
-        check_keys(options.keys, router=ROUTER_MODEL in models, workers=list(models) != [ROUTER_MODEL])
-    if options.router is None:
-        return
-    try:
-        check_address(options.router, options.keys)
-    except ServeError as error:
-        raise InputError(f"--router: {error}") from error
-
-
-def check_reachable(options: ServeOptions, models: Sequence[str], home_roles: Mapping[str, RoleName]) -> None:
-    """Raises InputError for a router without an address whose own instances don't suffice: no others could join it."""
-    here = set(home_roles.values())
-    if ROUTER_MODEL in models and options.router is None and "mixed" not in here and not {"prefill", "decode"} <= here:
-        raise InputError(
-            f"--only {','.join(options.only)}: {ROUTER_MODEL} needs a prefill and a decode (or a mixed) instance; name "
-            "them too, or say with --router ADDR where those of other hosts find it"
-        )
-
-
 class Launcher:
     """One run. Threads: the caller's waits and watches, a small pool loads and unloads."""
 
@@ -153,6 +97,7 @@ class Launcher:
         self._control = TritonControl(_dialled(options.host), options.http)
         self._pool = ThreadPoolExecutor(max_workers=16, thread_name_prefix="models")
         self._reloads: dict[str, Future[bool]] = {}
+        self._dead: set[str] = set()
         self._plan: ServerPlan | None = None
         self._gpus: Mapping[str, GpuBinding] = {}
         self._home_roles: Mapping[str, RoleName] = {}
@@ -279,7 +224,7 @@ class Launcher:
             try:
                 self._running.check()
             except ServeError as error:
-                if not self._reloads:
+                if not self._dead:
                     raise
                 self._start_again(f"{error}; a stub of it had died, so it is started again")
             for name in self._models:
@@ -291,12 +236,14 @@ class Launcher:
         reload = self._reloads.get(name)
         if reload is not None and reload.done():
             del self._reloads[name]
+            self._dead.discard(name)
             if not reload.result():
                 self._restart(name)
         stub = rundir.stub_of(self._dir, name)
         if stub is not None and not stub.alive and name not in self._reloads:
             self._say(f"the Triton stub of {name} (pid {stub.pid}) died; loading {name} again")
             rundir.forget_stub(self._dir, name)
+            self._dead.add(name)
             self._reloads[name] = self._pool.submit(self._reload, name, self._running)
 
     def _reload(self, name: str, server: TritonServer) -> bool:
@@ -352,6 +299,7 @@ class Launcher:
         self._running.kill()
         rundir.sweep_regions(rundir.region_prefix())
         self._reloads.clear()
+        self._dead.clear()
         self._start()
         if not self._stop.is_set():
             self._say("tritonserver serves again")

@@ -12,10 +12,12 @@ RUN/
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -78,15 +80,31 @@ def sweep_leftovers() -> list[str]:
     that was killed waits for ever, deaf to its own watch."""
     found = leftovers()
     for path in found:
-        kill_all(psutil.Process(stub.pid) for stub in stubs(path) if stub.alive)
+        kill_all(_processes_of(stubs(path)))
         remove(path)
     return [path.name for path in found] + sweep_groups(SHM_DIR)
 
 
 def leftovers() -> list[Path]:
-    """Run directories and Triton's shared memory of launchers that are gone."""
+    """Run directories and Triton's shared memory of this user's launchers that are gone. What another user has left
+    there, or put there for us to find, is none of ours."""
     candidates = [*_base().glob(f"{PREFIX}*"), *SHM_DIR.glob(f"{REGION_PREFIX}*")]
-    return [path for path in candidates if _owner_is_gone(path.name)]
+    return [path for path in candidates if _owner_is_gone(path.name) and _is_ours(path)]
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        return path.lstat().st_uid == os.getuid()
+    except FileNotFoundError:  # somebody else sweeps too
+        return False
+
+
+def _processes_of(found: Iterable[Identity]) -> Iterator[psutil.Process]:
+    """Those that run. One may end by itself meanwhile."""
+    for one in found:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if one.alive:
+                yield psutil.Process(one.pid)
 
 
 def sweep_regions(prefix: str) -> list[str]:

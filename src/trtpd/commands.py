@@ -134,8 +134,9 @@ def keys(args: argparse.Namespace) -> int:
 
 
 def serve(args: argparse.Namespace) -> int:
-    from trtpd.runtime.serve.launcher import Ready, ServeOptions
+    from trtpd.runtime.serve.launcher import Ready
     from trtpd.runtime.serve.launcher import serve as run
+    from trtpd.runtime.serve.serve_options import ServeOptions
 
     def ready(server: Ready) -> None:
         text = f"ready in {server.seconds:.1f} s: http {server.http}, grpc {server.grpc}, metrics {server.metrics}"

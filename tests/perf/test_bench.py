@@ -157,3 +157,16 @@ def test_targets_that_are_not_given_are_those_of_the_servers_pipeline_file():
 def test_a_report_that_could_not_be_written_is_refused_before_anything_is_measured(command, capsys):
     assert main([*command, "--workload", "chat", "-o", "/proc/trtpd/report"]) == 2
     assert "choose another place with -o" in capsys.readouterr().err
+
+
+def test_what_happens_again_during_a_run_is_shown_although_it_had_happened_before():
+    def said(*texts):
+        notes = [{"ago_s": 1.0, "code": "lost", "what": text} for text in texts]
+        about = {"model": "m", "fingerprint": "f", "trtpd": "0", "max_seq_tokens": 1}
+        return {**about, "instances": {}, "counters": {}, "faults": notes, "events": []}
+
+    look = room._look(
+        said("d0 was lost", "p0 was lost"), said("d1 was lost", "d0 was lost", "p0 was lost", "d0 was lost")
+    )
+    assert look is not None
+    assert sorted(look.faults) == ["d0 was lost", "d1 was lost"]

@@ -253,6 +253,30 @@ def test_a_comparison_measures_all_arms_says_what_it_found_and_goes_on_where_it_
         Comparer(options(tmp_path, point_s=0.7), lambda *_: None)
 
 
+@pytest.mark.slow
+def test_a_run_that_other_work_disturbed_is_made_again_before_anything_follows_from_it(tmp_path, arms, monkeypatch):
+    """Here that is the first run of each kind, arm and rate."""
+    made: set[tuple[object, ...]] = set()
+    calm = []
+    measure = Points.measure
+
+    def measured(points, kind, variant, target, rate, repeat):
+        calm.append((kind, variant.label, rate, repeat) in made)
+        made.add((kind, variant.label, rate, repeat))
+        return measure(points, kind, variant, target, rate, repeat)
+
+    monkeypatch.setattr(Points, "measure", measured)
+    monkeypatch.setattr(Points, "_fault", lambda *_: "" if calm[-1] else "other work took a core meanwhile")
+    write_manifest(tmp_path, POOLS)
+    whole = Comparer(options(tmp_path), lambda *_: None).run()
+    assert whole.complete
+    assert len(whole.points) == 6
+    assert [point.file.fault for point in whole.points] == [""] * 6
+    tuned = {run for run in made if run[0] == "tuning"}
+    assert tuned
+    assert len(calm) == 2 * len(made) == 2 * (6 + len(tuned))
+
+
 def test_the_targets_come_from_an_unloaded_server_and_stay(tmp_path, arms):
     write_manifest(tmp_path, POOLS)
     found = Comparer(options(tmp_path, budget_s=1.0), lambda *_: None).run()

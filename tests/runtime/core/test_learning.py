@@ -15,7 +15,7 @@ from trtpd.runtime.core.lengths import Lengths
 from trtpd.runtime.core.prefix import Prefixes
 from trtpd.runtime.core.ranks import CAUTION
 from trtpd.runtime.core.rebalance import Pools, Rebalancer
-from trtpd.runtime.core.watch import decode_rate
+from trtpd.runtime.core.watch import decode_rate, mean_decode_rate
 
 POOLS = Pools(prefill=3, decode=3, prefill_tokens_per_s=1000.0, decode_tokens_per_s=1000.0)
 FOUR = replace(POOLS, prefill=2, decode=4)
@@ -139,3 +139,21 @@ def test_what_decode_can_do_is_reckoned_by_the_targets_that_requests_have(tpot_s
     spec = WorkerSpec(name="d", role="decode", kv_blocks=1000, max_batch=24, prefill_tokens_per_s=1000.0)
     instance = Cluster(Costs({"decode": model})).register(spec.hello("1"))
     assert decode_rate(instance, tpot_s) == pytest.approx(batch / (0.04 + 0.005 * batch))
+
+
+def test_what_decode_can_do_is_the_mean_of_those_that_serve() -> None:
+    """One that was slow and is lost says nothing of the others."""
+    model = LinearStepTime(
+        fixed_s=0.04, prefill_token_s=0.0, prefill_pair_s=0.0, decode_sequence_s=0.005, decode_kv_token_s=0.0
+    )
+    cluster = Cluster(Costs({"decode": model}))
+    slow, good = (
+        cluster.register(WorkerSpec(name=name, role="decode", max_batch=24).hello("1")) for name in ("d0", "d1")
+    )
+    slow.factor = 4.0
+    slow.table.refresh(slow, 0.0)
+    whole = decode_rate(good, 0.1)
+    assert mean_decode_rate(good.table, 0.1) == pytest.approx((whole + decode_rate(slow, 0.1)) / 2)
+    cluster.lose(slow)
+    cluster.settle()
+    assert mean_decode_rate(good.table, 0.1) == pytest.approx(whole)

@@ -11,6 +11,7 @@ from trtpd.perf.scenario import SimRequest
 from trtpd.perf.simulate import Simulation
 from trtpd.perf.worker_spec import WorkerSpec
 from trtpd.runtime.core.cost import LinearStepTime
+from trtpd.runtime.core.degrade import Rung
 from trtpd.runtime.core.events import Capabilities, Submit
 from trtpd.runtime.core.policy import Policy
 from trtpd.runtime.core.router import RouterCore
@@ -35,6 +36,15 @@ def test_long_prompts_that_wait_keep_no_short_one_back_however_many_they_are_and
     for request_id in range(1, 81):
         rig.arrive(request_id, prompt=900)
     rig.now_s += 20.0
+    assert only(rig.arrive(99, prompt=100), Submit).request_id == 99
+
+
+def test_long_prompts_that_leave_the_way_to_shorter_ones_do_so_however_many_they_are() -> None:
+    rig = Rig(prefill(), decode(), policy=Policy(refuse_late=False, queue_s=1e5, dwell_down_s=1e5, dwell_up_s=1e5))
+    rig.arrive(1, prompt=900)
+    rig.core._books.ladder.rung = Rung.LONG_WAIT
+    for request_id in range(2, 22):
+        assert rig.arrive(request_id, prompt=1100) == []
     assert only(rig.arrive(99, prompt=100), Submit).request_id == 99
 
 

@@ -10,7 +10,6 @@ from trtpd.build.manifest import Manifest, RoleEntry
 from trtpd.errors import InputError, ServeError
 from trtpd.kv_transfer.layout import KVLayout
 from trtpd.runtime.serve import preflight
-from trtpd.runtime.serve.launcher import ServeOptions, check_reachable, check_router, models_of
 from trtpd.runtime.serve.preflight import (
     Ports,
     check_ports,
@@ -18,6 +17,7 @@ from trtpd.runtime.serve.preflight import (
     check_settings,
     check_shared_memory,
 )
+from trtpd.runtime.serve.serve_options import ServeOptions, check_reachable, check_router, models_of
 from trtpd.runtime.worker.roles import home_role
 from trtpd.runtime.worker.sockets import make_keys
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import stat
 import subprocess
 import sys
@@ -13,6 +14,12 @@ from trtpd.kv_transfer.pool_file import start_ticks
 from trtpd.runtime.serve import rundir
 from trtpd.runtime.serve.processes import Identity, own_identity
 from trtpd.runtime.serve.stage_model import build_of
+
+
+def identity_of(pid: int) -> Identity:
+    ticks = start_ticks(pid)
+    assert ticks is not None
+    return Identity(pid, ticks)
 
 
 @pytest.fixture
@@ -94,13 +101,24 @@ def test_only_what_a_launcher_left_that_is_gone_is_swept(places, ended):
     assert strange.exists()
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to another user")
+def test_what_another_user_left_or_put_there_is_left_alone(places, ended):
+    theirs = rundir.make_run_dir().parent / f"trtpd-run.{ended.pid}.{ended.start_ticks}.abc"
+    (theirs / "stubs").mkdir(parents=True)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as victim:
+        (theirs / "stubs" / "pd").write_bytes(msgspec.json.encode(identity_of(victim.pid)))
+        os.chown(theirs, 65534, 65534)
+        assert rundir.leftovers() == []
+        assert rundir.sweep_leftovers() == []
+        assert start_ticks(victim.pid) is not None
+    assert theirs.is_dir()
+
+
 def test_a_stub_that_outlived_its_killed_launcher_is_ended_with_what_that_left(places, ended):
     stale = rundir.make_run_dir().parent / f"trtpd-run.{ended.pid}.{ended.start_ticks}.abc"
     (stale / "stubs").mkdir(parents=True)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as stub:
-        ticks = start_ticks(stub.pid)
-        assert ticks is not None
-        (stale / "stubs" / "pd").write_bytes(msgspec.json.encode(Identity(stub.pid, ticks)))
+        (stale / "stubs" / "pd").write_bytes(msgspec.json.encode(identity_of(stub.pid)))
         assert rundir.sweep_leftovers() == [stale.name]
         assert start_ticks(stub.pid) is None
 

@@ -12,10 +12,11 @@ from trtpd.runtime.core import score
 from trtpd.runtime.core.cluster import Cluster, Group
 from trtpd.runtime.core.degrade import Rung
 from trtpd.runtime.core.instance import Instance
-from trtpd.runtime.core.place import SHORTLIST, TRANSFER_FAILURES_BEFORE_LOCAL, Rules
+from trtpd.runtime.core.place import TRANSFER_FAILURES_BEFORE_LOCAL, Rules
 from trtpd.runtime.core.ranks import Table
 from trtpd.runtime.core.requests import Request
 from trtpd.runtime.core.score import Work
+from trtpd.runtime.core.shortlist import SHORTLIST
 
 Found = tuple[float, str, str | None]
 """(score, prefill, decode)."""
