@@ -109,6 +109,14 @@ class Host:
         return self.decode.ready not in (former, None)
 
 
+def ended(process: psutil.Process) -> bool:
+    """Whether it runs no more. It may go between two looks at it."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 def until(condition: Callable[[], bool]) -> None:
     end_s = time.monotonic() + WAIT_S
     while not condition():
@@ -160,7 +168,7 @@ def test_whatever_happens_to_one_rank_ends_all_and_only_the_group_and_it_comes_b
     key = host.begin()
     FAULTS[fault](host)
     try:
-        until(lambda: not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks))
+        until(lambda: all(ended(rank) for rank in ranks))
     finally:
         (host.folder / "fault").unlink(missing_ok=True)
     until(lambda: host.is_kept(former))
