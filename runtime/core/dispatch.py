@@ -6,7 +6,6 @@ from itertools import islice
 
 from trtpd.runtime.core import place
 from trtpd.runtime.core.books import Books
-from trtpd.runtime.core.degrade import Rung
 from trtpd.runtime.core.events import Submit, WorkKind
 from trtpd.runtime.core.fair import Queue
 from trtpd.runtime.core.lifecycle import AttemptRecord, Instant, State
@@ -109,9 +108,7 @@ class Dispatch:
         return placed, True
 
     def _aside(self, request: Request) -> bool:
-        """Whether it leaves prefill to shorter ones now: it waits for an idle instance and keeps nobody back."""
-        is_long = request.prompt_tokens >= self._books.policy.long_tokens
-        return is_long and rules_of(self._books, request).rung >= Rung.LONG_WAIT
+        return rules_of(self._books, request).leaves_way(request.prompt_tokens)
 
     def _blocks_others(self, request: Request, wait: place.Wait) -> bool:
         """One that waits for its turn does from the start: the others would take just that turn. It comes nearer by

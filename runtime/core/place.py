@@ -65,6 +65,10 @@ class Rules:
     local_tokens: int = 0
     long_tokens: int = 1024
 
+    def leaves_way(self, prompt_tokens: int) -> bool:
+        """Whether a prompt is to leave prefill to shorter ones: it goes where nothing waits, and keeps nobody back."""
+        return self.rung >= _LONG_WAIT and prompt_tokens >= self.long_tokens
+
 
 Candidate = tuple[float, Instance, Instance | None, str, str]
 """(score, prefill, decode, reason, what else to say)."""
@@ -277,8 +281,7 @@ def serving(table: Table) -> Iterable[Instance]:
 def choose(request: Request, cluster: Cluster, *, work: Work, rules: Rules) -> Choice | Wait:
     """The best place for a new attempt."""
     cluster.settle()
-    is_long = rules.rung >= _LONG_WAIT and work.prompt_tokens >= rules.long_tokens
-    view = _View(request, cluster, rules, work, is_long)
+    view = _View(request, cluster, rules, work, rules.leaves_way(work.prompt_tokens))
     found: list[Candidate] = []
     for group in cluster.groups.get(request.model, {}).values():
         found += view.group(group)

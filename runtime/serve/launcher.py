@@ -21,19 +21,13 @@ from types import FrameType
 from trtpd.build.found_profile import find_profile
 from trtpd.build.gpu_probe import find_gpus
 from trtpd.build.manifest import RoleName, read_manifest
+from trtpd.build.repository import ROUTER_MODEL
 from trtpd.errors import ServeError
 from trtpd.kv_transfer.pool import sweep
 from trtpd.runtime.serve import rundir
 from trtpd.runtime.serve.gpu_binding import Bindings, bind_groups, on_gpus
 from trtpd.runtime.serve.preflight import Ports, check_ports, check_repository, check_settings, check_shared_memory
-from trtpd.runtime.serve.serve_options import (
-    ROUTER_MODEL,
-    ServeOptions,
-    check_reachable,
-    check_router,
-    check_tag,
-    models_of,
-)
+from trtpd.runtime.serve.serve_options import ServeOptions, check_reachable, check_router, check_tag, models_of
 from trtpd.runtime.serve.server_package import ServerPackage, find_server
 from trtpd.runtime.serve.triton_http import TritonControl
 from trtpd.runtime.serve.triton_server import ServerPlan, TritonServer

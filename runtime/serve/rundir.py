@@ -17,7 +17,6 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -80,7 +79,7 @@ def sweep_leftovers() -> list[str]:
     that was killed waits for ever, deaf to its own watch."""
     found = leftovers()
     for path in found:
-        kill_all(_processes_of(stubs(path)))
+        kill_all(stub_processes(path))
         remove(path)
     return [path.name for path in found] + sweep_groups(SHM_DIR)
 
@@ -97,14 +96,6 @@ def _is_ours(path: Path) -> bool:
         return path.lstat().st_uid == os.getuid()
     except FileNotFoundError:  # somebody else sweeps too
         return False
-
-
-def _processes_of(found: Iterable[Identity]) -> Iterator[psutil.Process]:
-    """Those that run. One may end by itself meanwhile."""
-    for one in found:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if one.alive:
-                yield psutil.Process(one.pid)
 
 
 def sweep_regions(prefix: str) -> list[str]:
@@ -146,6 +137,16 @@ def stubs(run_dir: Path) -> list[Identity]:
     """Every stub that has said what it runs."""
     found = (stub_of(run_dir, path.name) for path in (run_dir / "stubs").glob("*") if path.suffix != ".new")
     return [stub for stub in found if stub is not None]
+
+
+def stub_processes(run_dir: Path) -> list[psutil.Process]:
+    """Those of them that run. One may end by itself meanwhile."""
+    found = []
+    for stub in stubs(run_dir):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if stub.alive:
+                found.append(psutil.Process(stub.pid))
+    return found
 
 
 def forget_stub(run_dir: Path, model: str) -> None:

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trtpd.build.manifest import Manifest, RoleName
+from trtpd.build.repository import ROUTER_MODEL
 from trtpd.errors import InputError, ServeError
 from trtpd.runtime.worker.sockets import check_address, check_keys
-
-ROUTER_MODEL = "pd"
 
 TAG = re.compile(r"[A-Za-z0-9_-]{1,32}")
 

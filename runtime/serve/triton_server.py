@@ -118,10 +118,8 @@ class TritonServer:
         have said since who it is."""
         self._looked_s = time.monotonic()
         found = set(descendants(pid))
-        for stub in rundir.stubs(self._plan.run_dir):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if stub.alive:
-                    found |= {psutil.Process(stub.pid), *descendants(stub.pid)}
+        for stub in rundir.stub_processes(self._plan.run_dir):
+            found |= {stub, *descendants(stub.pid)}
         self._below = found | {process for process in self._below if process.is_running()}
 
     def _command(self) -> list[str]:
