@@ -148,7 +148,10 @@ def _check_serving(client: Any, url: str) -> None:
             "or give its gRPC address with --url HOST:PORT"
         ) from error
     if not ready:
-        raise ServeError(f"the server at {url} does not serve {MODEL} (yet, or any more); try again in a few seconds")
+        raise ServeError(
+            f"the server at {url} does not serve {MODEL} now: it is starting (then try again in a few seconds) or "
+            "stopping (then start one with `trtpd serve BUILD`)"
+        )
 
 
 def _why_unreached(message: str) -> str:
