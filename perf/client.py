@@ -209,6 +209,7 @@ class Client:
                 at_s=tuple(flight.at_s),
                 tokens=_true_counts(flight.tokens, ending.output_tokens),
                 served_prompt_tokens=ending.prompt_tokens,
+                tokens_guessed=ending.state == "finished" and ending.output_tokens is None,
                 server=ending.server,
             )
         )

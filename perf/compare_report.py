@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 
 from trtpd.perf import interference, plots
-from trtpd.perf.bench import SCALES
 from trtpd.perf.bench_report import setting_table, stage_bars
+from trtpd.perf.bench_result import SCALES
 from trtpd.perf.comparison import Comparison, Point
 from trtpd.perf.report import NOTHING, Page, Section, Table, number, write_report
 from trtpd.perf.resampling import Distribution
@@ -79,7 +79,7 @@ def remarks(comparison: Comparison) -> list[str]:
         if point.file.fault:
             found.append(f"{where}: left out, {point.file.fault}.")
         elif any(drift.flagged for drift in point.figures.drift.values()):
-            found.append(f"{where}: latencies drifted, so its queue had no steady state.")
+            found.append(f"{where}: latencies or attainment drifted, so it was no steady state.")
     found += comparison.skipped
     environment = comparison.environment
     if environment.load_average > 0.5 * environment.cpus_usable:

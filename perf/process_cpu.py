@@ -61,6 +61,17 @@ def _root(process: psutil.Process) -> psutil.Process:
     return found
 
 
+def usable_cores(root: psutil.Process | None) -> int | None:
+    """How many CPUs that process may run on, and what it starts unless told otherwise; None where there is none to
+    ask."""
+    if root is None:
+        return None
+    try:
+        return len(root.cpu_affinity())
+    except psutil.Error:
+        return None
+
+
 def cpu_times(root: psutil.Process | None) -> CpuTimes:
     """Of `root` and all below it, as it is now; nothing for None or a process that is gone."""
     by_pid: dict[int, tuple[str, float]] = {}

@@ -130,11 +130,11 @@ def number(value: float | None, digits: int = 3, unit: str = "") -> str:
 
 
 def interval(value: Interval | None, factor: float = 1.0, unit: str = "") -> str:
-    """12.3 (11.9 to 12.8) unit."""
+    """12.3 (11.9 to 12.8) unit; where a bound is open, 12.3 (at least 11.9) unit."""
     if value is None:
         return NOTHING
-    low, high = number(value.low * factor), number(value.high * factor)
-    text = f"{number(value.value * factor)} ({low} to {high})"
+    scaled = value.times(factor)
+    text = f"{number(scaled.value)} ({scaled.around(number)})"
     return f"{text} {unit}" if unit else text
 
 
@@ -142,7 +142,7 @@ def percent(value: Interval | None) -> str:
     """97.1 % (95.0 to 98.8)."""
     if value is None:
         return NOTHING
-    return f"{value.value:.1%} ({value.low * 100:.1f} to {value.high * 100:.1f})"
+    return f"{value.value:.1%} ({value.times(100.0).around(lambda bound: f'{bound:.1f}')})"
 
 
 def latency_table(rows: Mapping[str, Distribution | None]) -> Table:

@@ -15,6 +15,7 @@ from trtpd.errors import InputError
 
 if TYPE_CHECKING:
     from trtpd.perf.bench import Target
+    from trtpd.perf.bench_result import Measured
     from trtpd.perf.goodput import Deployment
     from trtpd.perf.make_workload import Wanted
     from trtpd.perf.slo import FixedSlo
@@ -22,12 +23,14 @@ if TYPE_CHECKING:
 MS = 1e3
 
 
-def add_workload_arguments(sub: argparse.ArgumentParser, *, name: str | None = None, requests: int = 200) -> None:
-    """What is asked, how often, in which lengths. Without a default `name` it must be given."""
+def add_workload_arguments(
+    sub: argparse.ArgumentParser, *, name: str | None = None, requests: int = 200, required: bool = True
+) -> None:
+    """What is asked, how often, in which lengths. Without a default `name` it must be given if `required`."""
     group = sub.add_argument_group("workload")
     group.add_argument(
         "--workload",
-        required=name is None,
+        required=required and name is None,
         default=name,
         metavar="NAME",
         help="chat, rag, code, summarise, mixed, agent; trace:azure-code, trace:azure-conv, trace:mooncake, "
@@ -93,7 +96,7 @@ def command_line() -> str:
 
 
 def add_bench(sub: argparse.ArgumentParser) -> None:
-    add_workload_arguments(sub)
+    add_workload_arguments(sub, required=False)
     load = sub.add_mutually_exclusive_group()
     load.add_argument("--rate", type=float, metavar="R", help="requests a second, open loop")
     load.add_argument("--concurrency", type=int, metavar="N", help="users that each wait for their answer, closed loop")
@@ -117,7 +120,7 @@ def add_bench(sub: argparse.ArgumentParser) -> None:
         "--cores",
         type=argument_types.count,
         metavar="N",
-        help="of the whole deployment (default: this host's, if here)",
+        help="of the whole deployment (default: those that a server on this host may use)",
     )
     size.add_argument("--gpus", type=argument_types.count, metavar="N", help="of the whole deployment")
     targets = sub.add_argument_group("targets and report")
@@ -131,15 +134,30 @@ def add_bench(sub: argparse.ArgumentParser) -> None:
         help="cut from the beginning (default: a tenth, to 30 s)",
     )
     targets.add_argument("--save", type=Path, metavar="FILE", help="only write the workload there (.jsonl, .jsonl.gz)")
-    targets.add_argument("-o", "--output", type=Path, metavar="REPORT", help="folder for HTML, JSON, CSV and plots")
+    targets.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="REPORT",
+        help="folder for HTML, JSON, CSV and plots, and for all that was seen, also where that is no report",
+    )
+    targets.add_argument(
+        "--again",
+        type=Path,
+        metavar="REPORT",
+        help="measure nothing: make the report anew from such a folder, by these targets, warm-up, cores or GPUs",
+    )
 
 
 def bench(args: argparse.Namespace) -> int:
     from trtpd.build.files import check_writable
-    from trtpd.perf import bench_report
     from trtpd.perf.bench import BenchOptions
     from trtpd.perf.bench import bench as measure
 
+    if args.again is not None:
+        return _bench_again(args)
+    if args.workload is None:
+        raise InputError("what is to be asked? give --workload NAME, or --again REPORT for a run that was made before")
     wanted = wanted_of(args, rate=args.rate, concurrency=args.concurrency)
     if args.save is not None:
         return _save(args, wanted)
@@ -151,17 +169,67 @@ def bench(args: argparse.Namespace) -> int:
         timeout_s=args.timeout_s,
         deployment=_deployment(args),
         send_targets=not args.keep_targets,
+        command=command_line(),
     )
     if args.output is not None:
         _need_plots()
         check_writable(args.output)
     with console.progress() as progress:
-        measured = measure(options, progress=progress)
-    text = bench_report.lines(measured.result)
-    if args.output is not None:
-        text.append(f"report       {bench_report.write(args.output, measured, command=command_line())}")
-    console.result(_plain(measured.result), as_json=args.json, text="\n".join(text))
+        measured = measure(options, progress=progress, folder=args.output)
+    _show(args, measured, args.output)
     return 130 if measured.result.interrupted else 0
+
+
+def _bench_again(args: argparse.Namespace) -> int:
+    """Raises InputError for options of a run, which is not made."""
+    import msgspec
+
+    from trtpd.build.files import check_writable
+    from trtpd.perf.bench import bench_again
+    from trtpd.perf.bench_folder import keep
+    from trtpd.perf.bench_result import About
+
+    idle = [
+        f"--{name.replace('_', '-')}"
+        for name in ("workload", "rate", "concurrency", "openai", "model", "extra_body", "save", "keep_targets")
+        if getattr(args, name)
+    ]
+    if idle:
+        raise InputError(f"--again measures nothing, so it takes no {', '.join(idle)}; leave it out, or --again")
+    folder = args.output or args.again
+    _need_plots()
+    check_writable(folder)
+    given, deployment = fixed_slo(args), _deployment(args)
+
+    def change(about: About) -> About:
+        slo = msgspec.structs.replace(
+            about.slo,
+            **{name: value for name in ("ttft_s", "tpot_s") if (value := getattr(given, name)) is not None},
+        )
+        return msgspec.structs.replace(
+            about,
+            slo=slo,
+            targets_remark=about.targets_remark if slo == about.slo else "",
+            warm_up_s=about.warm_up_s if args.warm_up_s is None else args.warm_up_s,
+            deployment=deployment or about.deployment,
+        )
+
+    measured = bench_again(args.again, change)
+    if folder.resolve() != args.again.resolve():
+        keep(folder, measured.taken)
+    _show(args, measured, folder)
+    return 0
+
+
+def _show(args: argparse.Namespace, measured: Measured, folder: Path | None) -> None:
+    """Writes the report into `folder`, if there is one, and prints what matters of it."""
+    from trtpd.perf import bench_report
+
+    text = bench_report.lines(measured.result)
+    if folder is not None:
+        measured = bench_report.with_replay(measured, folder)
+        text.append(f"report       {bench_report.write(folder, measured)}")
+    console.result(_plain(measured.result), as_json=args.json, text="\n".join(text))
 
 
 def fixed_slo(args: argparse.Namespace) -> FixedSlo:
