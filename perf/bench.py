@@ -111,8 +111,9 @@ def bench(options: BenchOptions, *, progress: Progress = no_progress, folder: Pa
     return measured_of(taken)
 
 
-def bench_again(folder: Path, change: Callable[[About], About] = lambda about: about) -> Measured:
-    """Figures of a run that was kept there, by other targets, warm-up or deployment if `change` sets such.
+def bench_again(folder: Path, change: Callable[[About], About] = lambda about: about, *, command: str = "") -> Measured:
+    """Figures of a run that was kept there, by other targets, warm-up or deployment if `change` sets such. `command`:
+    what the user typed.
 
     Raises InputError for a folder that holds none, BottleneckError for a run that was refused: other targets don't
     make its client a faster one.
@@ -120,7 +121,7 @@ def bench_again(folder: Path, change: Callable[[About], About] = lambda about: a
     taken = load(folder)
     if taken.about.refused:
         raise BottleneckError(taken.about.refused)
-    return measured_of(replace(taken, about=change(taken.about)))
+    return measured_of(replace(taken, about=change(taken.about)), again=command)
 
 
 def fitted(wanted: Wanted, found: Mapping[str, Any] | None) -> Wanted:

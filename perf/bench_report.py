@@ -118,10 +118,20 @@ def write(folder: Path, measured: Measured) -> Path:
         summary=lines(result)[:3],
         remarks=result.remarks,
         sections=sections(result, records, drawn),
-        command=f"{result.command}\n\n# the same requests, byte for byte, by the same targets:\n{result.replay}\n\n"
-        f"# other targets or warm-up for what was seen, without a server:\n{again_command(folder)} --ttft-ms A",
+        command=_commands(result, folder),
     )
     return write_report(folder, page, result, drawn, {"requests.csv": requests_csv(records, result.slo)})
+
+
+def _commands(result: Result, folder: Path) -> str:
+    """What was typed, and what may be."""
+    said = [
+        ("the run", result.command),
+        ("these figures of it", result.again),
+        ("the same requests, byte for byte, by the same targets", result.replay),
+        ("by other targets or another warm-up, without a server", f"{again_command(folder)} --ttft-ms A"),
+    ]
+    return "\n\n".join(f"# {what}:\n{command}" for what, command in said if command)
 
 
 def figures_of(measured: Measured) -> dict[str, Figure]:

@@ -59,8 +59,8 @@ class Taken:
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
     """report.json of a benchmark. `requests`: of the workload, those that an interrupted run did not come to included.
-    `cpu_s`: CPU seconds of each kind of process over `health.wall_s`. `command` made the run; `replay`, where the
-    workload is kept, makes one of the same requests by the same targets."""
+    `cpu_s`: CPU seconds of each kind of process over `health.wall_s`. `command` made the run, `again` these figures
+    of it if they were made later; `replay`, where the workload is kept, asks the same once more by these targets."""
 
     workload: str
     seed: int
@@ -78,6 +78,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     remarks: tuple[str, ...]
     environment: Environment
     command: str = ""
+    again: str = ""
     replay: str = ""
 
 
@@ -97,8 +98,11 @@ class Measured:
         return self.taken.run
 
 
-def measured_of(taken: Taken) -> Measured:
-    """All figures of a run. Raises InputError for a warm-up that leaves nothing."""
+def measured_of(taken: Taken, *, again: str = "") -> Measured:
+    """All figures of a run; `again`: the command that asked for them later.
+
+    Raises InputError for a warm-up that leaves nothing.
+    """
     about, workload, run = taken.about, taken.workload, taken.run
     figures = account(
         run.records,
@@ -125,6 +129,7 @@ def measured_of(taken: Taken) -> Measured:
         remarks=tuple(remarks(figures, taken)),
         environment=about.environment,
         command=about.command,
+        again=again,
     )
     return Measured(result=result, taken=taken)
 

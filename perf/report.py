@@ -3,7 +3,7 @@
 REPORT/
   report.html  report.json  requests.csv
   plots/NAME.png
-  workload.jsonl.gz  records.jsonl.gz    what was asked and what was seen, to replay and to compute again
+and beside it, of a benchmark, what bench_folder.py names: to replay and to compute again
 """
 
 from __future__ import annotations
@@ -96,6 +96,7 @@ def write_report(
 
 COLUMNS: Sequence[str] = (
     "number", "kind", "scheduled_s", "sent_s", "prompt_tokens", "served_prompt_tokens", "max_tokens", "output_tokens",
+    "tokens_guessed",
     "state", "reason", "verdict", "ttft_s", "second_token_s", "tpot_s", "longest_gaps_s", "total_s",
 )  # fmt: skip
 SERVER_COLUMNS = ("queue_s", "prefill_s", "transfer_s", "exposed_s", "transfer_bytes", "retries", "prefill", "decode")

@@ -139,7 +139,7 @@ def add_bench(sub: argparse.ArgumentParser) -> None:
         "--output",
         type=Path,
         metavar="REPORT",
-        help="folder for HTML, JSON, CSV and plots, and for all that was seen, also where that is no report",
+        help="folder for the report (HTML, JSON, CSV, plots) and the records, which are kept also if it is refused",
     )
     targets.add_argument(
         "--again",
@@ -214,7 +214,7 @@ def _bench_again(args: argparse.Namespace) -> int:
             deployment=deployment or about.deployment,
         )
 
-    measured = bench_again(args.again, change)
+    measured = bench_again(args.again, change, command=command_line())
     if folder.resolve() != args.again.resolve():
         keep(folder, measured.taken)
     _show(args, measured, folder)

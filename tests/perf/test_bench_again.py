@@ -85,6 +85,7 @@ def test_a_report_is_made_again_by_other_targets_without_the_server(kept, tmp_pa
     other = json.loads(capsys.readouterr().out)
     assert other["figures"]["verdicts"] == {"late:ttft": 12}
     assert other["figures"]["deployment"] == {"units": 6, "unit": "core"}
+    assert (other["command"], other["again"]) == (before["command"], perf_cli.command_line())
     assert other["slo"]["tpot_s"] == before["slo"]["tpot_s"]
     assert "--ttft-ms 0.001 --tpot-ms 4000.5" in other["replay"]
     for name in ("run.json", "records.jsonl.gz", "workload.jsonl.gz", "report.html", "requests.csv"):
