@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from trtpd.perf.slo import FixedSlo
 
 MS = 1e3
+DEFINITIONS = ("trtpd", "distserve", "mooncake")
 
 
 def add_workload_arguments(sub: argparse.ArgumentParser, *, name: str | None = None, requests: int = 200) -> None:
@@ -319,6 +320,13 @@ def add_compare(sub: argparse.ArgumentParser) -> None:
     )
     runs.add_argument("--chunks", default="32,64,128,256,512", metavar="N,...", help="chunk sizes the tuning may try")
     runs.add_argument(
+        "--definition",
+        choices=DEFINITIONS,
+        default=DEFINITIONS[0],
+        help="of goodput: our own, DistServe's (a rate counts if 90 %% meet both targets) or Mooncake's (default: "
+        f"{DEFINITIONS[0]})",
+    )
+    runs.add_argument(
         "--like",
         type=Path,
         metavar="FOLDER",
@@ -363,6 +371,7 @@ def compare(args: argparse.Namespace) -> int:
         chunks=numbers(args.chunks, int, "--chunks"),
         outside=args.outside,
         like=args.like,
+        definition=args.definition,
     )
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does: its servers go with it
     with console.progress() as progress:
