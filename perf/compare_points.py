@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from trtpd.build.files import digest_of
 from trtpd.perf.bench import Target
 from trtpd.perf.client import Run
 from trtpd.perf.client_health import late_limit_for
@@ -19,6 +20,7 @@ from trtpd.perf.compare_targets import patience_s
 from trtpd.perf.comparison import Point, PointFile
 from trtpd.perf.goodput import Deployment, account
 from trtpd.perf.make_workload import make
+from trtpd.perf.prompt_text import Segment
 from trtpd.perf.slo import LengthSlo
 from trtpd.perf.workload import Workload
 
@@ -48,7 +50,8 @@ class Points:
         """Makes a run, in place of one that is there."""
         asked = self.runs.asked(rate, None if kind == "tuning" else repeat, part=part_of(kind))
         name = f"{variant.folder} at {rate:g}, {kind} {repeat + 1}"
-        driven = self.runs.drive(target, _at_exactly(rate, make(asked)), name, timeout_s=self.patience_s)
+        workload = with_own_text(_at_exactly(rate, make(asked)), kind, rate, repeat)
+        driven = self.runs.drive(target, workload, name, timeout_s=self.patience_s)
         run = driven.run
         file = PointFile(
             arm=variant.arm,
@@ -92,6 +95,19 @@ class Points:
 def part_of(kind: Kind) -> float:
     """Of a point's time."""
     return TUNING_PART if kind == "tuning" else 1.0
+
+
+def with_own_text(workload: Workload, kind: Kind, rate: float, repeat: int) -> Workload:
+    """The same lengths, and the same sharing among them, in words that no other run asks: a server that is asked at one
+    rate after another must not know the prompts from before."""
+    run = int(digest_of(kind, rate, repeat)[:10], 16)
+    asks = (
+        msgspec.structs.replace(
+            ask, segments=tuple(Segment(seed=(one.seed << 40) + run, tokens=one.tokens) for one in ask.segments)
+        )
+        for ask in workload.asks
+    )
+    return msgspec.structs.replace(workload, asks=tuple(asks))
 
 
 def _at_exactly(rate: float, workload: Workload) -> Workload:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
+
 from trtpd.errors import TrtpdError
 from trtpd.perf.arrivals import parse
 from trtpd.perf.bench import BenchOptions, Target, drive
@@ -16,7 +18,7 @@ from trtpd.perf.client import Progress, Run
 from trtpd.perf.client_health import BottleneckError, refuse_if_bottleneck
 from trtpd.perf.compare_arms import Variant, build_variant
 from trtpd.perf.compare_stretch import Stretch, stretch
-from trtpd.perf.lengths import LengthFit
+from trtpd.perf.lengths import AUTO_QUANTILE, LengthFit
 from trtpd.perf.make_workload import MOST_REQUESTS, Wanted, make
 from trtpd.perf.outside_server import outside
 from trtpd.perf.priority import before_others
@@ -72,7 +74,26 @@ class Runs:
     @cached_property
     def sample(self) -> tuple[Ask, ...]:
         """Requests like those that will be asked, of which only lengths and kinds matter."""
-        return make(self.asked(1.0, None)).asks
+        return make(self._like_all(self.fit)).asks
+
+    @cached_property
+    def fit(self) -> LengthFit:
+        """Lengths bounded by what the server can hold, and one factor for all runs where it was left open: each run's
+        own requests would give it another."""
+        bound = self.wanted.fit.max_total_tokens or self.longest_tokens
+        fit = replace(self.wanted.fit, max_total_tokens=bound)
+        if fit.scale is not None:
+            return fit
+        asks = make(self._like_all(LengthFit(scale=1.0))).asks
+        usual = float(np.percentile([ask.total_tokens for ask in asks], AUTO_QUANTILE))
+        return replace(fit, scale=min(1.0, bound / usual))
+
+    def _like_all(self, fit: LengthFit) -> Wanted:
+        """The tuning's requests, of a trace all there are, since each run has its own."""
+        asked = self._asked(1.0, None, part=1.0, fit=fit)
+        if self.trace_rows is None:
+            return asked
+        return replace(asked, requests=self.trace_rows, trace=self.wanted.trace)
 
     @cached_property
     def trace_rows(self) -> int | None:
@@ -84,10 +105,10 @@ class Runs:
     def asked(self, rate: float, repeat: int | None, *, part: float = 1.0) -> Wanted:
         """What is asked at a rate, for that part of a point. `repeat` None: by the tuning, whose requests are others
         than those of any repeat: of another seed, of a trace another stretch if that is long enough."""
+        return self._asked(rate, repeat, part=part, fit=self.fit)
+
+    def _asked(self, rate: float, repeat: int | None, *, part: float, fit: LengthFit) -> Wanted:
         wanted = self.wanted
-        fit: LengthFit = wanted.fit
-        if fit.max_total_tokens is None:
-            fit = replace(fit, max_total_tokens=self.longest_tokens)
         requests = max(LEAST_REQUESTS, round(rate * self.point_s * part))
         arrivals = wanted.arrivals or (None if self.trace_rows is not None else parse("poisson"))
         rows = self.stretch(requests, repeat)

@@ -422,8 +422,32 @@ def test_tuning_and_each_repeat_have_requests_of_their_own(tmp_path, name):
     assert {len(asks) for asks in asked} == {40}
     assert make(runs.asked(2.0, 1)).asks == asked[2]
     if name != "mixed":
+        longest = max(ask.total_tokens for ask in runs.sample)
+        assert all(ask.total_tokens <= longest for asks in asked for ask in asks)
         rows = [runs.stretch(40, repeat) for repeat in (None, 0, 1, 2)]
         assert not any(a.meets(b) for a, b in combinations(rows, 2))
+
+
+@pytest.mark.parametrize("name", ["rag", "trace:mooncake"])
+def test_no_run_asks_what_another_asked_the_same_server(tmp_path, name):
+    """A prefix cache would answer faster at the second rate. What is shared within a run stays shared."""
+    made = make(runs_of(tmp_path, Wanted(name=name)).asked(2.0, 0))
+    found = [compare_points.with_own_text(made, "points", rate, repeat) for rate in (1.0, 2.0) for repeat in (0, 1)]
+    seeds = [{one.seed for ask in workload.asks for one in ask.segments} for workload in found]
+    assert all(a.isdisjoint(b) for a, b in combinations(seeds, 2))
+    assert {len(one) for one in seeds} == {len({one.seed for ask in made.asks for one in ask.segments})}
+    assert [ask.prompt_tokens for ask in found[0].asks] == [ask.prompt_tokens for ask in made.asks]
+    assert compare_points.with_own_text(made, "points", 2.0, 1) == found[3]
+
+
+@pytest.mark.parametrize("name", ["trace:mooncake", "mixed"])
+def test_lengths_are_scaled_alike_in_all_runs(tmp_path, name):
+    """Left open, the factor would be each run's own."""
+    runs = runs_of(tmp_path, Wanted(name=name))
+    notes = {make(runs.asked(rate, repeat)).notes[0] for rate in (1.0, 3.0) for repeat in (None, 0, 1)}
+    assert len(notes) == 1
+    assert notes.pop().startswith("all lengths times 0.")
+    assert max(ask.total_tokens for ask in runs.sample) <= 1024
 
 
 def test_a_seed_can_never_be_the_tunings(tmp_path):
