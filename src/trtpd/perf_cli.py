@@ -323,8 +323,7 @@ def add_compare(sub: argparse.ArgumentParser) -> None:
         "--definition",
         choices=DEFINITIONS,
         default=DEFINITIONS[0],
-        help="of goodput: our own, DistServe's (a rate counts if 90 %% meet both targets) or Mooncake's (default: "
-        f"{DEFINITIONS[0]})",
+        help="of goodput: our own, DistServe's (a rate counts if 90 %% meet both targets) or Mooncake's",
     )
     runs.add_argument(
         "--like",
