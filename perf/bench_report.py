@@ -12,9 +12,10 @@ import msgspec
 from trtpd.perf import plots
 from trtpd.perf.bench_folder import again_command, replay_command
 from trtpd.perf.bench_result import Measured, Result
+from trtpd.perf.compare_stages import first_token, handed_off
 from trtpd.perf.environment import Environment
 from trtpd.perf.goodput import DEFINITIONS, Figures
-from trtpd.perf.records import Record, ServerTimes
+from trtpd.perf.records import Record
 from trtpd.perf.report import (
     NOTHING,
     Page,
@@ -31,14 +32,7 @@ from trtpd.perf.report import (
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-OUTSIDE, HAND_OFF = "outside the router", "transfer waited for"
-
-
-def _prefill_s(times: ServerTimes) -> float | None:
-    """Where nothing is handed off the server tells no prefill of its own: all but the queue is it."""
-    if times.prefill_s is not None or times.ttft_s is None:
-        return times.prefill_s
-    return max(0.0, times.ttft_s - (times.queue_s or 0.0))
+HAND_OFF = "transfer waited for"
 
 
 def lines(result: Result) -> list[str]:
@@ -195,22 +189,16 @@ def _requests(measured: Measured) -> plots.Requests:
 
 def stage_bars(records: Sequence[Record]) -> dict[str, dict[str, float]]:
     """Mean stage durations (ms) of all requests and of the slowest tenth by TTFT; empty where the server told none.
-    Means are over all of these, also where only some of them had a stage, so that the bars up to the first token are as
-    long as the mean TTFT. What was waited for of a hand-off comes behind it, so it is a bar of its own."""
-    answered = [(record.ttft_s, record.server) for record in records if record.ttft_s is not None]
-    if all(server is None for _, server in answered):
-        return {}
-    slowest = sorted(answered, key=lambda pair: -pair[0])[: max(1, len(answered) // 10)]
+    Bars up to the first token are as long as the mean TTFT. What was waited for of a hand-off comes behind it, so it is
+    a bar of its own."""
+    told = [record for record in records if record.server is not None and record.ttft_s is not None]
+    slowest = sorted(told, key=lambda record: -(record.ttft_s or 0.0))[: max(1, len(told) // 10)]
     bars: dict[str, dict[str, float]] = {}
-    for name, chosen in (("mean of all", answered), ("mean of the slowest 10 %", slowest)):
-        each = 1e3 / len(chosen)
-        told = [server for _, server in chosen if server is not None]
-        queue = each * sum(times.queue_s or 0.0 for times in told)
-        prefill = each * sum(_prefill_s(times) or 0.0 for times in told)
-        rest = max(0.0, each * sum(ttft_s for ttft_s, _ in chosen) - queue - prefill)
-        bars[name] = {"queue": queue, "prefill": prefill, OUTSIDE: rest}
-        if any(times.transfer_bytes for times in told):
-            bars[f"then, {name}"] = {HAND_OFF: each * sum(times.exposed_s or 0.0 for times in told)}
+    for name, chosen in (("mean of all", told), ("mean of the slowest 10 %", slowest)):
+        if (first := first_token(chosen)) is not None:
+            bars[name] = first.parts_ms
+        if (hand_off := handed_off(chosen)).moved:
+            bars[f"then, {name}"] = {HAND_OFF: hand_off.mean_ms}
     return bars
 
 
@@ -253,7 +241,7 @@ def sections(result: Result, records: Sequence[Record], drawn: Mapping[str, obje
                 heading="Stages",
                 plots=["stages"],
                 paragraphs=[_transfer_text(records)],
-                note=f"Means over all requests that were answered. {OUTSIDE}: client, network and fronts.",
+                note="Means over all answers of which the server told its times.",
             )
         )
     if "slo_scale" in drawn:

@@ -19,7 +19,7 @@ from trtpd.cli import main
 from trtpd.errors import ServeError
 from trtpd.perf import bench as room
 from trtpd.perf.bench_folder import keep, load, replay_command
-from trtpd.perf.bench_report import HAND_OFF, OUTSIDE, lines, stage_bars
+from trtpd.perf.bench_report import HAND_OFF, lines, stage_bars
 from trtpd.perf.bench_result import drift_remarks, measured_of, token_remarks
 from trtpd.perf.client import Client
 from trtpd.perf.client_health import BottleneckError
@@ -173,7 +173,11 @@ def test_stages_up_to_the_first_token_are_as_long_as_the_mean_ttft_and_the_hand_
     bars = stage_bars([record(n, server=local if n < 90 else moved) for n in range(100)])
     first = bars["mean of all"]
     assert sum(first.values()) == pytest.approx(100.0)
-    assert first == {"queue": pytest.approx(4.0), "prefill": pytest.approx(95.0), OUTSIDE: pytest.approx(1.0)}
+    assert first == {
+        "queue": pytest.approx(4.0),
+        "prefill": pytest.approx(95.0),
+        "front and client": pytest.approx(1.0),
+    }
     assert bars["then, mean of all"] == {HAND_OFF: pytest.approx(10.0)}
     assert list(stage_bars([record(0, server=local)])) == ["mean of all", "mean of the slowest 10 %"]
     assert stage_bars([record(0)]) == stage_bars([]) == {}
