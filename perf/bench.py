@@ -19,6 +19,8 @@ import msgspec
 
 from trtpd.errors import TrtpdError
 from trtpd.perf.bench_folder import keep, load
+from trtpd.perf.bench_models import check_model
+from trtpd.perf.bench_plan import clamped, how_long
 from trtpd.perf.bench_result import About, Measured, ServerLook, Taken, measured_of
 from trtpd.perf.client import Client, ClientOptions, Run, no_progress
 from trtpd.perf.client_health import BottleneckError, refuse_if_bottleneck
@@ -27,6 +29,7 @@ from trtpd.perf.goodput import Deployment
 from trtpd.perf.make_workload import Wanted, make
 from trtpd.perf.openai_transport import OpenAiTransport
 from trtpd.perf.process_cpu import cpu_times, server_process, usable_cores
+from trtpd.perf.server_watch import WatchedTransport, listener
 from trtpd.perf.slo import FixedSlo, Slo
 from trtpd.perf.transport import Transport
 from trtpd.perf.triton_transport import TritonTransport
@@ -36,6 +39,7 @@ from trtpd.runtime.serve.client import status
 SERVERS_TARGETS = " (from the server's pipeline file where not given)"
 
 Progress = Callable[[str, int, int], None]
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +66,7 @@ class Target:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOptions:
     """`deployment` None: the CPUs that the server may use if it runs here, else not known. `warm_up_s` None: a tenth of
-    the run. `command`: what the user typed.
+    the run. `definition`: of goodput, for what is said first. `command`: what the user typed.
 
     `send_targets`: the requests carry their targets, so that the router can plan and refuse by them. Targets
     that `slo` leaves open are those of the server's pipeline file, if it has some."""
@@ -73,25 +77,42 @@ class BenchOptions:
     warm_up_s: float | None = None
     timeout_s: float = 120.0
     deployment: Deployment | None = None
+    definition: str = "trtpd"
     send_targets: bool = True
     targets_remark: str = ""
     command: str = ""
 
 
-def bench(options: BenchOptions, *, progress: Progress = no_progress, folder: Path | None = None) -> Measured:
-    """Runs to the end of the workload, or until SIGINT, which ends it early with a report of what was seen so far. What
-    was seen is kept in `folder`, also where it is not reported.
+def bench(
+    options: BenchOptions,
+    *,
+    progress: Progress = no_progress,
+    folder: Path | None = None,
+    say: Say = lambda text: None,
+) -> Measured:
+    """Runs to the end of the workload, or until SIGINT, or until the server has surely gone: these end it early with a
+    report of what was seen so far. What was seen is kept in `folder`, also where it is not reported. `say` is told
+    beforehand how long it will take.
 
-    Raises InputError for a workload that can't be made, ServeError if the server can't be reached, BottleneckError
-    instead of figures that would describe the client. Call it from the main thread.
+    Raises InputError for a workload that can't be made or a model that the server doesn't have, ServeError if the
+    server can't be reached, BottleneckError instead of figures that would describe the client. Call it from the main
+    thread.
     """
-    before = _status(options.target)
+    target = options.target
+    if not target.openai:
+        check_model(target.url, target.model)
+    before = _status(target)
     options = with_servers_targets(options, before)
-    wanted = fitted(options.wanted, before)
+    wanted, note = clamped(fitted(options.wanted, before))
     workload = make(wanted)
-    environment, here = this_environment(), _this_host(options.target)
-    run, cpu_s = drive(options, workload, progress)
+    for text in (note, how_long(workload, options.timeout_s)):
+        if text:
+            say(text)
+    environment, here = this_environment(), _this_host(target)
+    watched = WatchedTransport(target.transport(), listener(target.url), patient=not workload.open_loop)
+    run, cpu_s = drive(options, workload, progress, watched)
     about = _about(options, run, cpu_s, environment, options.deployment or here)
+    about = msgspec.structs.replace(about, server_away_s=watched.away_since_s, server_gone=watched.gone)
     try:
         server, fault = _look(before, _status(options.target)), ""
     except TrtpdError as error:  # a server that went meanwhile takes no measured request along
@@ -145,18 +166,23 @@ def with_servers_targets(options: BenchOptions, found: Mapping[str, Any] | None)
     return options if filled == slo else replace(options, slo=filled, targets_remark=SERVERS_TARGETS)
 
 
-def drive(options: BenchOptions, workload: Workload, progress: Progress) -> tuple[Run, dict[str, float]]:
-    """One run, and the CPU that the server's processes used meanwhile."""
+def drive(
+    options: BenchOptions, workload: Workload, progress: Progress, watched: WatchedTransport | None = None
+) -> tuple[Run, dict[str, float]]:
+    """One run, and the CPU that the server's processes used meanwhile. `watched`, if given, is asked in place of the
+    target, and ends the run when the server has gone."""
     root = server_process(options.target.url)
 
     async def live() -> tuple[Run, dict[str, float]]:
         targets = options.slo if options.send_targets else None
         client = Client(
             workload,
-            options.target.transport(),
+            watched or options.target.transport(),
             ClientOptions(timeout_s=options.timeout_s, targets=targets),
             progress=progress,
         )
+        if watched is not None:
+            watched.watch(client)
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, client.interrupt)
         try:
@@ -178,6 +204,7 @@ def _about(
         targets_remark=options.targets_remark,
         warm_up_s=options.warm_up_s,
         deployment=deployment,
+        definition=options.definition,
         command=options.command,
         arguments=_arguments(options),
         health=run.health,

@@ -4,6 +4,8 @@ FOLDER/
   run.json  workload.jsonl.gz  records.jsonl.gz    always
   refused.txt                                      in place of a report, why there is none
   the files of a report (report.py)
+
+A folder with files of somebody else's is left alone.
 """
 
 from __future__ import annotations
@@ -25,6 +27,31 @@ from trtpd.perf.workload import save as save_workload
 PLOTS = ("latency", "over_time", "stages", "slo_scale")
 RUN, WORKLOAD, RECORDS, REFUSED = "run.json", "workload.jsonl.gz", "records.jsonl.gz", "refused.txt"
 REPORT = ("report.html", "report.json", "requests.csv", *(f"plots/{name}.png" for name in PLOTS))
+
+
+def check_ours(folder: Path) -> str:
+    """What a run that is written into `folder` replaces there; empty if nothing.
+
+    Raises InputError for a folder that holds files, none of them of a run.
+    """
+    with translated(f"{folder} can't be read", InputError, ELSEWHERE):
+        if not folder.exists() or not any(folder.iterdir()):
+            return ""
+    try:
+        made_at = f" of {msgspec.json.decode((folder / RUN).read_bytes(), type=About).environment.made_at}"
+    except (OSError, msgspec.MsgspecError) as error:
+        if not _holds_records(folder):  # those of another version, or of one that was killed while it wrote
+            raise InputError(f"{folder} holds files and no run of `trtpd bench`; {ELSEWHERE}, or empty it") from error
+        made_at = ""
+    return f"the run{made_at} in {folder} is replaced when this one is over"
+
+
+def _holds_records(folder: Path) -> bool:
+    try:
+        load_records(folder / RECORDS)
+    except InputError:
+        return False
+    return True
 
 
 def keep(folder: Path, taken: Taken) -> None:
@@ -63,6 +90,7 @@ def load(folder: Path) -> Taken:
 def replay_command(about: About, folder: Path, warm_up_s: float) -> str:
     """Asks the same server for the same requests, byte for byte, by the same targets."""
     words = ["trtpd", "bench", "--workload", str((folder / WORKLOAD).absolute()), *about.arguments]
+    words += [] if about.definition == "trtpd" else ["--definition", about.definition]
     if isinstance(about.slo, FixedSlo):
         for name, target_s in (("--ttft-ms", about.slo.ttft_s), ("--tpot-ms", about.slo.tpot_s)):
             words += [] if target_s is None else [name, f"{target_s * 1e3:.12g}"]

@@ -36,9 +36,10 @@ HAND_OFF = "transfer waited for"
 
 
 def lines(result: Result) -> list[str]:
-    """The figures that matter, for a terminal."""
+    """The figures that matter, for a terminal. Goodput and verdicts are by the definition that was asked for."""
     figures, health = result.figures, result.health
-    ours = figures.goodput["trtpd"]
+    ours = figures.goodput[figures.definition]
+    by = "" if figures.definition == "trtpd" else f", by {figures.definition}'s definition"
     per_unit = ""
     if figures.deployment is None:
         per_unit = f", {NOTHING} per core (the server's are not known: --cores N or --gpus N)"
@@ -46,21 +47,32 @@ def lines(result: Result) -> list[str]:
         per_unit = f", {number(ours.per_unit)} per {figures.deployment.unit} ({figures.deployment.units} in all)"
     verdicts = ", ".join(f"{name} {count}" for name, count in figures.verdicts.items())
     return [
-        f"goodput      {interval(ours.per_s, unit='requests/s')}{per_unit}; targets: {result.targets}",
+        f"goodput      {interval(ours.per_s, unit='requests/s')}{per_unit}{by}; targets: {result.targets}",
         f"attainment   {percent(ours.attainment)} of {figures.offered} counted, offered at "
         f"{number(figures.offered_per_s)} requests/s; completion {percent(figures.completion)}",
-        f"requests     {counted_text(result.requests, figures)}",
+        f"requests     {counted_text(result.requests, figures, gone=result.server_gone)}",
         f"verdicts     {verdicts or NOTHING}",
         *_latency_lines(figures),
-        f"tokens       {number(figures.output_tokens_per_s)}/s out, {number(figures.prompt_tokens_per_s)}/s in",
+        f"tokens       {_tokens_text(figures)}",
         f"client       {health.cpu_share:.0%} of a core, late p99 {health.late_p99_s * 1e3:.1f} ms, "
-        f"seen late p99 {health.lag_p99_s * 1e3:.1f} ms",
+        f"seen late p99 {health.lag_p99_s * 1e3:.1f} ms (at most {result.late_limit_s * 1e3:.1f} ms each)",
         f"CPU          {_cpu_line(result)}",
         *(f"note         {remark}" for remark in result.remarks),
     ]
 
 
-def counted_text(requests: int, figures: Figures) -> str:
+def _tokens_text(figures: Figures) -> str:
+    whole = f"{figures.output_tokens:,} out and {figures.prompt_tokens:,} in during the whole run"
+    if figures.output_tokens_per_s is None:
+        return f"{NOTHING}/s; {whole}"
+    end_s = figures.warm_up_s + figures.window_s
+    return (
+        f"{number(figures.output_tokens_per_s)}/s out, {number(figures.prompt_tokens_per_s)}/s in of those that came "
+        f"from {figures.warm_up_s:.3g} s to {end_s:.3g} s, while requests came due; {whole}"
+    )
+
+
+def counted_text(requests: int, figures: Figures, *, gone: bool = False) -> str:
     """How many of a workload's requests the figures are of, and why not of the others."""
     unsent = requests - figures.offered - figures.cut
     others = []
@@ -69,7 +81,7 @@ def counted_text(requests: int, figures: Figures) -> str:
             f"{figures.cut} due in the warm-up, the first {figures.warm_up_s:.3g} s (--warm-up-s 0 counts these too)"
         )
     if unsent:
-        others.append(f"{unsent} not yet due when the run was interrupted")
+        others.append(f"{unsent} not yet due when {'the server was gone' if gone else 'the run was interrupted'}")
     if not others:
         return f"{requests}, all counted"
     return f"{requests} in all, {figures.offered} counted; not counted: {', '.join(others)}"
@@ -114,7 +126,8 @@ def write(folder: Path, measured: Measured) -> Path:
         sections=sections(result, records, drawn),
         command=_commands(result, folder),
     )
-    return write_report(folder, page, result, drawn, {"requests.csv": requests_csv(records, result.slo)})
+    table = requests_csv(records, result.slo, result.figures.definition)
+    return write_report(folder, page, result, drawn, {"requests.csv": table})
 
 
 def _commands(result: Result, folder: Path) -> str:
@@ -177,7 +190,7 @@ def _ms(records: Sequence[Record], read: Callable[[Record], float | None]) -> li
 
 
 def _requests(measured: Measured) -> plots.Requests:
-    judge, slo = DEFINITIONS["trtpd"], measured.result.slo
+    judge, slo = DEFINITIONS[measured.result.figures.definition], measured.result.slo
     records = measured.run.records
     return plots.Requests(
         due_s=[record.scheduled_s for record in records],
@@ -208,12 +221,17 @@ def sections(result: Result, records: Sequence[Record], drawn: Mapping[str, obje
         Section(
             heading="Goodput",
             tables=[_goodput_table(figures)],
+            paragraphs=[f"Tokens: {_tokens_text(figures)}."],
             note="Requests due after the warm-up and until the last was due. Refused, failed, cancelled and unmeasured "
             "ones were offered and count against goodput. In brackets: 95 % confidence, by resampling runs of "
             'neighbouring requests and by bounds that hold for any distribution; "at least" where so few requests '
             "can't bound it from above.",
         ),
-        Section(heading="What became of the requests", tables=[_verdict_table(figures)], plots=["over_time"]),
+        Section(
+            heading=f"What became of the requests, by {figures.definition}",
+            tables=[_verdict_table(figures)],
+            plots=["over_time"],
+        ),
         Section(
             heading="Latency of those that finished",
             paragraphs=[
@@ -260,7 +278,8 @@ def _goodput_table(figures: Figures) -> Table:
             number(one.per_unit),
             percent(one.attainment),
         )
-        for name, one in figures.goodput.items()
+        for name in sorted(figures.goodput, key=lambda name: name != figures.definition)
+        if (one := figures.goodput[name])
     ]
     return Table(headings=("by the definition of", "requests/s", f"per {unit}", "of the offered"), rows=rows)
 
@@ -297,6 +316,7 @@ def _client_section(result: Result) -> Section:
     rows = [
         ("sent late, p50 / p99 / largest", _three(health.late_p50_s, health.late_p99_s, health.late_largest_s)),
         ("arrivals seen late, p99 / largest", _three(health.lag_p99_s, health.lag_largest_s)),
+        ("at most allowed of either p99", _three(result.late_limit_s)),
         ("CPU, its event loop's", f"{health.cpu_share:.0%}, {health.loop_cpu_share:.0%} of a core"),
         ("responses", f"{health.responses:,} in {health.wall_s:.1f} s"),
     ]

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from trtpd.perf.client import Run
-from trtpd.perf.client_health import ClientHealth
+from trtpd.perf.client_health import ClientHealth, late_limit_s
 from trtpd.perf.environment import Environment
 from trtpd.perf.goodput import Deployment, Figures, account, attainment_over_scale
 from trtpd.perf.records import Record
@@ -32,7 +32,8 @@ class ServerLook(msgspec.Struct, frozen=True, kw_only=True):
 class About(msgspec.Struct, frozen=True, kw_only=True):
     """What must be known of a run beside its requests. `command` made it; with `arguments` another `trtpd bench` asks
     the same server in the same way. `warm_up_s` None: a tenth of the run. `server` None: not asked, or
-    `server_fault` says why it gave no answer. `refused`: why nothing of it is reported."""
+    `server_fault` says why it gave no answer. `server_away_s`: when it went away for good, if it did; `server_gone`:
+    the run was ended for that. `refused`: why nothing of it is reported."""
 
     slo: Slo
     targets_remark: str
@@ -45,6 +46,9 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     environment: Environment
     server: ServerLook | None = None
     server_fault: str = ""
+    server_away_s: float | None = None
+    server_gone: bool = False
+    definition: str = "trtpd"
     refused: str = ""
 
 
@@ -58,7 +62,8 @@ class Taken:
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """report.json of a benchmark. `requests`: of the workload, those that an interrupted run did not come to included.
+    """report.json of a benchmark. `requests`: of the workload, those that a run which ended early did not come to
+    included. `late_limit_s`: how late its client may have been (p99). `server_away_s`: see About.
     `cpu_s`: CPU seconds of each kind of process over `health.wall_s`. `command` made the run, `again` these figures
     of it if they were made later; `replay`, where the workload is kept, asks the same once more by these targets."""
 
@@ -77,6 +82,9 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     interrupted: bool
     remarks: tuple[str, ...]
     environment: Environment
+    late_limit_s: float
+    server_away_s: float | None = None
+    server_gone: bool = False
     command: str = ""
     again: str = ""
     replay: str = ""
@@ -111,6 +119,10 @@ def measured_of(taken: Taken, *, again: str = "") -> Measured:
         warm_up_s=about.warm_up_s,
         deployment=about.deployment,
         seed=workload.seed,
+        definition=about.definition,
+    )
+    scaled = attainment_over_scale(
+        run.records, about.slo, SCALES, warm_up_s=figures.warm_up_s, definition=about.definition
     )
     result = Result(
         workload=workload.name,
@@ -123,11 +135,14 @@ def measured_of(taken: Taken, *, again: str = "") -> Measured:
         health=run.health,
         cpu_s=about.cpu_s,
         server=about.server,
-        attainment_over_scale=tuple(attainment_over_scale(run.records, about.slo, SCALES, warm_up_s=figures.warm_up_s)),
+        attainment_over_scale=tuple(scaled),
         prompt_tokens_served_per_asked=_prompt_ratio(run.records),
-        interrupted=run.info.interrupted,
+        interrupted=run.info.interrupted and not about.server_gone,
         remarks=tuple(remarks(figures, taken)),
         environment=about.environment,
+        late_limit_s=late_limit_s(run.records),
+        server_away_s=about.server_away_s,
+        server_gone=about.server_gone,
         command=about.command,
         again=again,
     )
@@ -138,10 +153,14 @@ def remarks(figures: Figures, taken: Taken) -> list[str]:
     """What a reader must know before he believes the figures."""
     run, environment = taken.run, taken.about.environment
     found = []
-    if run.info.interrupted:
-        found.append(f"Interrupted after {run.info.offered_until_s:.1f} s; what was under way then is unmeasured.")
-    if taken.about.server_fault:
+    if taken.about.server_away_s is not None:
+        found.append(away_remark(taken, taken.about.server_away_s))
+    elif taken.about.server_fault:
         found.append(f"The server could not be asked about itself after the run: {taken.about.server_fault}.")
+    if run.info.interrupted and not taken.about.server_gone:
+        found.append(f"Interrupted after {run.info.offered_until_s:.1f} s; what was under way then is unmeasured.")
+    if figures.no_rate:
+        found.append(figures.no_rate)
     found += drift_remarks(figures)
     found += token_remarks([record for record in run.records if record.scheduled_s >= figures.warm_up_s])
     ratio = _prompt_ratio(run.records)
@@ -152,6 +171,38 @@ def remarks(figures: Figures, taken: Taken) -> list[str]:
     if figures.ttft is not None and figures.ttft.p99.high is None:
         found.append(f"{figures.ttft.count} answers are too few to bound a p99 from above.")
     return found
+
+
+def away_remark(taken: Taken, since_s: float) -> str:
+    """What became of the requests of a server that went away."""
+    records, asked = taken.run.records, len(taken.workload.asks)
+    lost = sum(record.state == "failed" and (record.ended_s or 0.0) >= since_s for record in records)
+    text = (
+        f"The server went away at {since_s:.1f} s, and connections to it were refused from then on: {lost} requests "
+        "failed"
+    )
+    if not taken.about.server_gone:
+        return f"{text}."
+    return (
+        f"{text}. So the run was ended at {taken.run.info.offered_until_s:.1f} s; the {asked - len(records)} requests "
+        "that were not due by then were never offered and count nowhere."
+    )
+
+
+def shortfall(result: Result) -> str:
+    """Why a run is not what was asked for, in one line; empty if it is."""
+    figures = result.figures
+    if result.server_away_s is not None:
+        return f"the server went away at {result.server_away_s:.1f} s of the run"
+    if figures.offered == 0:
+        return (
+            f"no request was counted: all {figures.cut} were due in the warm-up of {figures.warm_up_s:g} s; give a "
+            "shorter --warm-up-s, or more --requests"
+        )
+    if figures.completion is not None and figures.completion.value == 0.0:
+        became = ", ".join(f"{verdict} {count}" for verdict, count in figures.verdicts.items())
+        return f"no request was served: {became}"
+    return ""
 
 
 def drift_remarks(figures: Figures) -> list[str]:

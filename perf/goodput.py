@@ -4,6 +4,12 @@
   offered and count against it.
 - *Attainment*: their share of the offered. *Completion*: the share that finished, in time or not.
 - A quantity over no request is None, never 0.
+- *Window*: from the end of the warm-up until requests stop coming due. Rates are over it: in a steady state as much
+  ends in it as comes due. A window shorter than a good request takes (their median, to its last token) has no steady
+  state: what came due in it is served behind it, at a pace that it doesn't show. There goodput is None where something
+  was good; 0 stays 0.
+- *Tokens a second*: those that arrived in the window, of whichever requests, by the same rule with all requests that
+  finished; prompt tokens arrive with the first token of their answer.
 - *Per unit*: over all GPUs or cores of the deployment, those of every pool and of the router alike.
 """
 
@@ -100,8 +106,8 @@ DEFINITIONS = {
 
 
 class Goodput(msgspec.Struct, frozen=True, kw_only=True):
-    """By one definition. `per_s` is None where its goal was missed, or nothing was offered; from 0 on where it may
-    have been met by chance."""
+    """By one definition. `per_s` is None where its goal was missed, nothing was offered, or the window was shorter than
+    one of the good requests took; from 0 on where the goal may have been met by chance."""
 
     good: int
     attainment: Interval | None
@@ -113,12 +119,15 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """All figures of one run. Requests due in the window count (`offered`); those due before it, in the warm-up, do not
     (`cut`). Latencies are of those that finished, in seconds.
 
-    `verdicts` are by the definition trtpd; `kinds` says what each kind of request got of it. `itl` is over all token
-    gaps (0 within a response), `response_gap` over those between responses; neither has answers that came in one.
+    `verdicts` are by `definition`; `kinds` says what each kind of request got of it. `no_rate` says why there is no
+    goodput by it, or no tokens a second. `output_tokens` and `prompt_tokens` are those of the whole run, with the
+    warm-up and what came behind the window. `itl` is over all token gaps (0 within a response), `response_gap` over
+    those between responses; neither has answers that came in one.
     `tpot_spread` is p99 over p50 of the requests' TPOT. `drift`: of TTFT and TPOT, which are of those that finished,
     and of the attainment, which is of all.
     """
 
+    definition: str
     window_s: float
     warm_up_s: float
     cut: int
@@ -137,6 +146,9 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     tpot_spread: float | None
     output_tokens_per_s: float | None
     prompt_tokens_per_s: float | None
+    output_tokens: int
+    prompt_tokens: int
+    no_rate: str
     drift: dict[str, Drift]
     deployment: Deployment | None
 
@@ -163,39 +175,42 @@ def account(
     warm_up_s: float | None = None,
     deployment: Deployment | None = None,
     seed: int = 0,
+    definition: str = "trtpd",
 ) -> Figures:
     """Figures of the requests due in [warm-up, `until_s`]. `until_s` is when the last was due (for a closed loop,
-    which has no such instant, when the last ended), or later. The same for the same records.
+    which has no such instant, when the last ended), or later. The same for the same records. `warm_up_s` None: the
+    usual one; none where all requests were due in it, as in a closed loop with a user for each.
 
     Raises InputError for a warm-up that leaves nothing.
     """
     until_s = covered_s(records, until_s)
-    cut_s = warm_up_for(until_s) if warm_up_s is None else warm_up_s
+    cut_s = _usual_warm_up_s(records, until_s) if warm_up_s is None else warm_up_s
     if records and not 0.0 <= cut_s < max(until_s, 1e-9):
         raise InputError(f"a warm-up of {cut_s:g} s leaves nothing of a run of {until_s:g} s; give a shorter one")
     kept = sorted((r for r in records if r.scheduled_s >= cut_s), key=lambda r: (r.scheduled_s, r.number))
     window_s = max(until_s - cut_s, 0.0)
     rng = np.random.default_rng([seed, 3])
-    verdicts = [DEFINITIONS["trtpd"].verdict(record, slo) for record in kept]
+    verdicts = [DEFINITIONS[definition].verdict(record, slo) for record in kept]
+    good = [record for record, verdict in zip(kept, verdicts, strict=True) if verdict == "good"]
     finished = [record for record in kept if record.state == "finished" and record.ttft_s is not None]
     tpot = distribution(_values(finished, lambda r: r.tpot_s), rng)
     kinds: dict[str, Counter[str]] = {}
     for record, verdict in zip(kept, verdicts, strict=True):
         kinds.setdefault(record.kind, Counter())[verdict] += 1
-    goodputs = {
-        name: _goodput(definition, kept, slo, window_s, deployment, rng) for name, definition in DEFINITIONS.items()
-    }
+    goodputs = {name: _goodput(one, kept, slo, window_s, deployment, rng) for name, one in DEFINITIONS.items()}
+    output_per_s, prompt_per_s = _tokens_per_s(records, cut_s, until_s)
     drifts = {
         "ttft": drift(_values(finished, lambda r: r.ttft_s), rng),
         "tpot": drift(_values(finished, lambda r: r.tpot_s), rng),
         "attainment": share_drift([verdict == "good" for verdict in verdicts], rng),
     }
     return Figures(
+        definition=definition,
         window_s=window_s,
         warm_up_s=cut_s,
         cut=len(records) - len(kept),
         offered=len(kept),
-        offered_per_s=_rate(len(kept), window_s),
+        offered_per_s=_rate(len(kept), window_s) if kept else None,
         goodput=goodputs,
         completion=share([record.state == "finished" for record in kept], rng),
         verdicts=dict(sorted(Counter(verdicts).items())),
@@ -207,8 +222,11 @@ def account(
         response_gap=grouped_distribution([_response_gaps(record) for record in finished], rng),
         total=distribution(_values(finished, lambda r: r.total_s), rng),
         tpot_spread=tpot.p99.value / tpot.p50.value if tpot is not None and tpot.p50.value > 0.0 else None,
-        output_tokens_per_s=_rate(_tokens_within(records, cut_s, until_s), window_s),
-        prompt_tokens_per_s=_rate(_prompts_within(records, cut_s, until_s), window_s),
+        output_tokens_per_s=output_per_s,
+        prompt_tokens_per_s=prompt_per_s,
+        output_tokens=sum(record.output_tokens for record in records),
+        prompt_tokens=sum(record.prompt_tokens for record in records if record.at_s),
+        no_rate=_no_rate(len(kept), good, finished, window_s),
         drift={name: one for name, one in drifts.items() if one is not None},
         deployment=deployment,
     )
@@ -238,7 +256,8 @@ def _goodput(
 ) -> Goodput:
     flags = [definition.verdict(record, slo) == "good" for record in records]
     attained = share(flags, rng)
-    rate = _rate(len(records), window_s)
+    good = [record for record, flag in zip(records, flags, strict=True) if flag]
+    rate = None if _shorter_than_one(window_s, good) else _rate(len(records), window_s)
     per_s: Interval | None = None
     if attained is not None and rate is not None:
         if definition.goal is None:
@@ -256,6 +275,39 @@ def _values(records: Sequence[Record], read: Callable[[Record], float | None]) -
 
 def _response_gaps(record: Record) -> list[float]:
     return [later - earlier for earlier, later in zip(record.at_s, record.at_s[1:], strict=False)]
+
+
+def _usual_warm_up_s(records: Sequence[Record], until_s: float) -> float:
+    cut_s = warm_up_for(until_s)
+    return cut_s if any(record.scheduled_s >= cut_s for record in records) else 0.0
+
+
+def _shorter_than_one(window_s: float, served: Sequence[Record]) -> bool:
+    """Whether the window is shorter than these requests took, by their median; not where there are none."""
+    took_s = _values(served, lambda record: record.total_s)
+    return bool(took_s) and window_s < float(np.median(took_s))
+
+
+def _no_rate(counted: int, good: Sequence[Record], finished: Sequence[Record], window_s: float) -> str:
+    """One line with what to do; empty where the rates are there, or nothing was offered."""
+    served = next((some for some in (good, finished) if _shorter_than_one(window_s, some)), None)
+    if served is None:
+        return ""
+    took_s = float(np.median(_values(served, lambda record: record.total_s)))
+    return (
+        f"The {counted} counted requests came due within {window_s:.3g} s, and one took {took_s:.3g} s to be served "
+        "(median): that is one burst, of which no rate follows. Give more --requests, or a lower --rate."
+    )
+
+
+def _tokens_per_s(records: Sequence[Record], cut_s: float, until_s: float) -> tuple[float | None, float | None]:
+    """Of answers and of prompts."""
+    window_s = max(until_s - cut_s, 0.0)
+    output, prompt = _tokens_within(records, cut_s, until_s), _prompts_within(records, cut_s, until_s)
+    missed = output == 0 and any(record.at_s for record in records)
+    if not records or missed or _shorter_than_one(window_s, [r for r in records if r.state == "finished"]):
+        return None, None
+    return _rate(output, window_s), _rate(prompt, window_s)
 
 
 def _tokens_within(records: Sequence[Record], from_s: float, to_s: float) -> int:

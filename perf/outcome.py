@@ -67,17 +67,20 @@ class Outcome:
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean seconds per token after the first; None below two tokens."""
-        if self.first_s is None or self.last_s is None or len(self.tokens) < 2:
+        """Mean seconds per token after the first; None below two emissions, as of a client's records: several tokens at
+        once have no pace."""
+        if self.first_s is None or self.last_s is None or self.second_s is None:
             return None
         return (self.last_s - self.first_s) / (len(self.tokens) - 1)
 
     def kind(self, targets: Targets) -> str:
-        """good (finished within its targets), late, cancelled, "refused:CODE", "failed:CODE", or
-        unfinished."""
+        """good (finished within its targets), late, unmeasured (it has a target for a pace, and none was seen),
+        cancelled, "refused:CODE", "failed:CODE", or unfinished."""
         if self.state == "finished":
-            slow = _above(self.ttft_s, targets.ttft_s) or _above(self.tpot_s, targets.tpot_s)
-            return "late" if slow else "good"
+            if _above(self.ttft_s, targets.ttft_s) or _above(self.tpot_s, targets.tpot_s):
+                return "late"
+            at_once = len(self.tokens) > 1 and self.second_s is None
+            return "unmeasured" if at_once and targets.tpot_s is not None else "good"
         if self.state in ("refused", "failed"):
             return f"{self.state}:{self.reason}"
         return self.state or "unfinished"

@@ -102,12 +102,12 @@ COLUMNS: Sequence[str] = (
 SERVER_COLUMNS = ("queue_s", "prefill_s", "transfer_s", "exposed_s", "transfer_bytes", "retries", "prefill", "decode")
 
 
-def requests_csv(records: Sequence[Record], slo: Slo) -> bytes:
-    """One line per request; an empty cell is something that is not known."""
+def requests_csv(records: Sequence[Record], slo: Slo, definition: str = "trtpd") -> bytes:
+    """One line per request, its verdict by that definition; an empty cell is something that is not known."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow([*COLUMNS, *(f"server_{name}" for name in SERVER_COLUMNS)])
-    judge = DEFINITIONS["trtpd"]
+    judge = DEFINITIONS[definition]
     for record in records:
         row = [judge.verdict(record, slo) if name == "verdict" else _cell(getattr(record, name)) for name in COLUMNS]
         server = record.server

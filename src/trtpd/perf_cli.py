@@ -127,6 +127,11 @@ def add_bench(sub: argparse.ArgumentParser) -> None:
     targets = sub.add_argument_group("targets and report")
     targets.add_argument("--ttft-ms", type=float, metavar="A", help="time to first token (default: the server's)")
     targets.add_argument("--tpot-ms", type=float, metavar="B", help="time per further token (default: the server's)")
+    targets.add_argument(
+        "--definition",
+        choices=DEFINITIONS,
+        help="of goodput: which is shown first, and what verdicts go by (default: trtpd); the report has all three",
+    )
     targets.add_argument("--keep-targets", action="store_true", help="don't send the targets with the requests")
     targets.add_argument(
         "--warm-up-s",
@@ -140,7 +145,9 @@ def add_bench(sub: argparse.ArgumentParser) -> None:
         "--output",
         type=Path,
         metavar="REPORT",
-        help="folder for the report (HTML, JSON, CSV, plots) and the records, which are kept also if it is refused",
+        help="folder for the report (HTML, JSON, CSV, plots) and the records, which are kept also if it is refused "
+        "(the client was late at p99 by more than 10 ms, or, where both are more, than 5 %% of the median TTFT or a "
+        "quarter of the median token gap); an earlier run there is replaced",
     )
     targets.add_argument(
         "--again",
@@ -151,9 +158,9 @@ def add_bench(sub: argparse.ArgumentParser) -> None:
 
 
 def bench(args: argparse.Namespace) -> int:
-    from trtpd.build.files import check_writable
     from trtpd.perf.bench import BenchOptions
     from trtpd.perf.bench import bench as measure
+    from trtpd.perf.bench_result import shortfall
 
     if args.again is not None:
         return _bench_again(args)
@@ -169,16 +176,31 @@ def bench(args: argparse.Namespace) -> int:
         warm_up_s=args.warm_up_s,
         timeout_s=args.timeout_s,
         deployment=_deployment(args),
+        definition=args.definition or DEFINITIONS[0],
         send_targets=not args.keep_targets,
         command=command_line(),
     )
     if args.output is not None:
         _need_plots()
-        check_writable(args.output)
+        _check_folder(args.output)
     with console.progress() as progress:
-        measured = measure(options, progress=progress, folder=args.output)
+        measured = measure(options, progress=progress, folder=args.output, say=console.say)
     _show(args, measured, args.output)
-    return 130 if measured.result.interrupted else 0
+    if measured.result.interrupted:
+        return 130
+    if fault := shortfall(measured.result):
+        console.say(f"trtpd bench: {fault}")
+    return 1 if fault else 0
+
+
+def _check_folder(folder: Path) -> None:
+    """Before a long run. Raises InputError for a folder that a report can't be, or is not to be, written into."""
+    from trtpd.build.files import check_writable
+    from trtpd.perf.bench_folder import check_ours
+
+    check_writable(folder)
+    if replaced := check_ours(folder):
+        console.say(replaced)
 
 
 def _bench_again(args: argparse.Namespace) -> int:
@@ -199,7 +221,10 @@ def _bench_again(args: argparse.Namespace) -> int:
         raise InputError(f"--again measures nothing, so it takes no {', '.join(idle)}; leave it out, or --again")
     folder = args.output or args.again
     _need_plots()
-    check_writable(folder)
+    if folder.resolve() != args.again.resolve():
+        _check_folder(folder)
+    else:
+        check_writable(folder)
     given, deployment = fixed_slo(args), _deployment(args)
 
     def change(about: About) -> About:
@@ -213,6 +238,7 @@ def _bench_again(args: argparse.Namespace) -> int:
             targets_remark=about.targets_remark if slo == about.slo else "",
             warm_up_s=about.warm_up_s if args.warm_up_s is None else args.warm_up_s,
             deployment=deployment or about.deployment,
+            definition=args.definition or about.definition,
         )
 
     measured = bench_again(args.again, change, command=command_line())

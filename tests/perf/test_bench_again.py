@@ -109,19 +109,24 @@ def test_what_can_not_be_made_again_is_bad_input(kept, arguments, fault, capsys)
 
 
 def test_a_refused_run_leaves_what_was_seen_and_no_report(tmp_path, monkeypatch, capsys):
-    (tmp_path / "plots").mkdir()
+    monkeypatch.setattr(room, "refuse_if_bottleneck", lambda health, records: None)
+    with fake_openai(fixed(0.01, 0.005, 6)) as server:
+        assert bench(server.address, tmp_path, monkeypatch)[0] == 0
     for name in ("report.html", "report.json", "plots/latency.png", "plots/mine.png"):
         (tmp_path / name).write_text("of a former run")
+    capsys.readouterr()
     monkeypatch.setattr(room, "refuse_if_bottleneck", refuse)
     with fake_openai(fixed(0.01, 0.005, 6)) as server:
         assert bench(server.address, tmp_path, monkeypatch)[0] == 1
-    assert str(tmp_path) in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "is replaced when this one is over" in said
+    assert f"what was seen is in {tmp_path}" in said
     assert "the client was the bottleneck" in (tmp_path / "refused.txt").read_text()
     assert len(load_records(tmp_path / "records.jsonl.gz")[1]) == len(
         load_workload(tmp_path / "workload.jsonl.gz").asks
     )
     assert not any((tmp_path / name).exists() for name in ("report.html", "report.json", "plots/latency.png"))
-    assert (tmp_path / "plots" / "mine.png").exists()
+    assert (tmp_path / "plots" / "mine.png").read_text() == "of a former run"
     assert main(["bench", "--again", str(tmp_path)]) == 1
     assert "the client was the bottleneck" in capsys.readouterr().err
     taken = load(tmp_path)

@@ -173,6 +173,66 @@ def test_even_arrivals_are_counted_at_the_rate_they_came_at():
     assert account(found[:1], SLO, until_s=0.0, warm_up_s=0.0).offered_per_s is None
 
 
+def test_a_burst_that_is_served_behind_its_window_has_no_rate_and_says_what_to_do():
+    found = [record(n, due=n * 1e-6, at=(0.5, 0.6, 0.7)) for n in range(60)]
+    figures = account(found, FixedSlo(), until_s=59e-6)
+    assert figures.offered_per_s == pytest.approx(1e6)
+    assert [one.per_s for one in figures.goodput.values()] == [None] * 3
+    assert figures.goodput["trtpd"].good == figures.offered == 54
+    assert figures.output_tokens_per_s is figures.prompt_tokens_per_s is None
+    assert (figures.output_tokens, figures.prompt_tokens) == (180, 6000)
+    assert "one took 0.7 s to be served" in figures.no_rate
+    assert "--requests, or a lower --rate" in figures.no_rate
+    two = account([record(0, due=0.0), record(1, due=0.1)], SLO, until_s=0.1, warm_up_s=0.0)
+    assert two.goodput["trtpd"].per_s is None
+
+
+def test_a_window_in_which_requests_are_served_has_rates_also_where_nothing_is_good():
+    found = [record(n, due=n * 0.1, at=(5.0, 5.1)) for n in range(1, 101)]
+    late = account(found, SLO, until_s=10.0, warm_up_s=0.0)
+    assert late.goodput["trtpd"].per_s.value == 0.0
+    assert late.no_rate == ""
+    burst = account(found, SLO, until_s=10.0, warm_up_s=9.5)  # 0 stays 0, and tokens have no rate
+    assert burst.goodput["trtpd"].per_s.value == 0.0
+    assert burst.output_tokens_per_s is None
+
+
+def test_tokens_a_second_are_those_that_came_while_requests_came_due():
+    found = [record(n, due=float(n), at=(0.5, 1.0), tokens=(1, 9)) for n in range(1, 11)]
+    figures = account(found, SLO, until_s=10.0, warm_up_s=4.0)
+    assert figures.output_tokens_per_s == pytest.approx(
+        (6 * 1 + 7 * 9) / 6.0
+    )  # due from 4 on, and the tail of the third
+    assert figures.prompt_tokens_per_s == pytest.approx(600 / 6.0)
+    assert (figures.output_tokens, figures.prompt_tokens) == (100, 1000)
+
+
+def test_tokens_that_all_came_behind_the_window_are_unmeasured_and_not_0():
+    found = [record(n, due=n * 0.01, at=(5.0,), state="failed", reason="client_timeout") for n in range(1, 11)]
+    assert account(found, SLO, until_s=0.1, warm_up_s=0.0).output_tokens_per_s is None
+    none = [record(n, due=n * 0.01, at=(), state="failed", reason="client_timeout") for n in range(1, 11)]
+    assert account(none, SLO, until_s=0.1, warm_up_s=0.0).output_tokens_per_s == 0.0
+
+
+def test_no_warm_up_is_cut_where_it_would_cut_all_and_nobody_asked_for_it():
+    found = [record(n, due=0.0) for n in range(4)]
+    figures = account(found, SLO, until_s=0.6)
+    assert (figures.warm_up_s, figures.offered) == (0.0, 4)
+    asked = account(found, SLO, until_s=0.6, warm_up_s=0.1)
+    assert (asked.offered, asked.offered_per_s, asked.goodput["trtpd"].per_s) == (0, None, None)
+
+
+def test_verdicts_and_drift_go_by_the_definition_that_is_asked_for():
+    gaps = [0.01] * 18 + [0.5, 0.3]
+    found = [record(n, due=float(n), at=tuple(np.cumsum([0.2, *gaps]))) for n in range(60)]
+    ours, mooncake = (
+        account(found, SLO, until_s=60.0, warm_up_s=0.0, definition=name) for name in ("trtpd", "mooncake")
+    )
+    assert (ours.verdicts, mooncake.verdicts) == ({"good": 60}, {"late:tpot": 60})
+    assert mooncake.drift["attainment"].last == 0.0
+    assert ours.goodput == mooncake.goodput
+
+
 def test_a_report_says_how_many_requests_there_were_and_why_some_are_not_counted():
     found = [record(n, due=float(n)) for n in range(20)]
     assert counted_text(20, account(found, SLO, until_s=20.0, warm_up_s=0.0)) == "20, all counted"

@@ -6,10 +6,13 @@ import random
 
 import pytest
 
+from trtpd.perf.outcome import Outcome
 from trtpd.perf.scenario import Faults, Kill, Network, SimRequest, Slow
 from trtpd.perf.simulate import Simulation
+from trtpd.perf.slo import FixedSlo
 from trtpd.perf.worker_spec import WorkerSpec, true_token
 from trtpd.runtime.core.cost import LinearStepTime
+from trtpd.runtime.core.events import Emit
 from trtpd.runtime.core.router import RouterCore
 
 MODEL = LinearStepTime(
@@ -177,3 +180,21 @@ def test_a_long_run_with_faults_leaves_nothing_behind() -> None:
     simulation.core.check_integrity()
     assert {outcome.state for outcome in simulation.outcomes} <= {"finished", "cancelled", "failed", "refused"}
     assert not any(view["in_flight"] + view["closing"] for view in simulation.core.snapshot()["instances"])
+
+
+def test_several_tokens_at_once_have_no_pace_and_are_unmeasured_by_a_target_for_it():
+    def outcome(*bursts):
+        found, first = Outcome(request_id=1, arrived_s=0.0), 0
+        for at_s, ids in bursts:
+            found.emitted(Emit(request_id=1, first_index=first, ids=ids, log_probs=()), at_s)
+            first += len(ids)
+        found.state = "finished"
+        return found
+
+    at_once, apart = outcome((0.5, (1, 2, 3))), outcome((0.5, (1,)), (0.7, (2, 3)))
+    assert at_once.tpot_s is None
+    assert apart.tpot_s == pytest.approx(0.1)
+    assert at_once.kind(FixedSlo(ttft_s=1.0, tpot_s=0.2)) == "unmeasured"
+    assert at_once.kind(FixedSlo(ttft_s=0.4, tpot_s=0.2)) == "late"
+    assert at_once.kind(FixedSlo(ttft_s=1.0)) == "good"
+    assert outcome((0.5, (1,))).kind(FixedSlo(tpot_s=0.2)) == "good"

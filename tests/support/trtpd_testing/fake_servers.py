@@ -131,6 +131,12 @@ class _Triton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[mi
     async def ModelReady(self, request: Any, context: Any) -> Any:
         return service_pb2.ModelReadyResponse(ready=request.name != "absent")
 
+    async def RepositoryIndex(self, request: Any, context: Any) -> Any:
+        response = service_pb2.RepositoryIndexResponse()
+        for name in ("pd", "prefill_0", "decode_0", "decode_0"):  # once for each version
+            response.models.add(name=name)
+        return response
+
     async def ModelStreamInfer(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         loop = asyncio.get_running_loop()
         async for request in requests:
