@@ -14,8 +14,6 @@ from trtpd.perf.transport import Arrived, Ending, Question, Transport
 GONE_AFTER_S = 5.0
 LOOK_EVERY_S = 0.5
 CONNECT_TIMEOUT_S = 2.0
-UNREACHED = frozenset({"grpc_unavailable", "connection"})
-"""Reasons of failures in which the request did not get to a server."""
 
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
@@ -25,8 +23,9 @@ class WatchedTransport:
     server's address; connections that were refused for GONE_AFTER_S, while no stream from before was alive, mean that
     the server has gone, and the client is interrupted. What is then under way has failed (`server_gone`).
 
-    `patient`: a request that did not get to a server ends only when it is known whether one is there. In a closed loop
-    the users would else run through all of their requests in no time.
+    `patient`: a request that failed ends only when it is known whether a server is there, which is looked for no more
+    often than every LOOK_EVERY_S. In a closed loop the users would else run through all of their requests in no time,
+    while a server stops as well (then it answers, with errors).
     """
 
     def __init__(self, inner: Transport, listens: Callable[[], Awaitable[bool]], *, patient: bool = False) -> None:
@@ -76,7 +75,7 @@ class WatchedTransport:
             del self._live[number]
         if ending.state == "failed":
             looking = self._look()
-            if self._patient and ending.reason in UNREACHED:
+            if self._patient:
                 try:
                     await asyncio.wait([looking])
                 except asyncio.CancelledError:

@@ -98,6 +98,18 @@ def test_users_of_a_closed_loop_do_not_run_through_their_requests_while_nobody_i
     assert {record.reason for record in run.records if record.state == "failed"} == {"connection"}
 
 
+def test_users_of_a_closed_loop_do_not_run_through_their_requests_while_a_server_stops():
+    class Stopping(GoingTransport):
+        async def listens(self) -> bool:
+            return asyncio.get_running_loop().time() < 40.0
+
+    wanted = Wanted(name="chat", requests=5000, concurrency=4)
+    watched, run = watched_run(Stopping(fixed(0.2, 0.01, 4), (20.0, 1e9)), wanted)
+    assert watched.gone
+    assert watched.away_since_s == pytest.approx(40.0, abs=1.0)
+    assert 100 < sum(record.state == "failed" for record in run.records) < 200
+
+
 def test_only_a_refused_connection_says_that_nothing_listens():
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"

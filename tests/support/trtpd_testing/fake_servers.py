@@ -122,8 +122,15 @@ def _in_thread(start: Start) -> Iterator[FakeServer]:
 
 class _Triton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
     def __init__(
-        self, server: FakeServer, script: Script, errors: dict[int, str], token_at: TokenAt, lost_after: int | None
+        self,
+        server: FakeServer,
+        script: Script,
+        errors: dict[int, str],
+        token_at: TokenAt,
+        lost_after: int | None,
+        index: bool,
     ) -> None:
+        self._index = index
         self._server, self._script, self._errors, self._count = server, script, errors, 0
         self._token_at = token_at
         self._lost_after = lost_after
@@ -132,6 +139,8 @@ class _Triton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[mi
         return service_pb2.ModelReadyResponse(ready=request.name != "absent")
 
     async def RepositoryIndex(self, request: Any, context: Any) -> Any:
+        if not self._index:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "This protocol is restricted")
         response = service_pb2.RepositoryIndexResponse()
         for name in ("pd", "prefill_0", "decode_0", "decode_0"):  # once for each version
             response.models.add(name=name)
@@ -210,14 +219,15 @@ def fake_triton(
     errors: dict[int, str] | None = None,
     token_at: TokenAt = lambda number, index: index,
     lost_after: int | None = None,
+    index: bool = True,
 ) -> Iterator[FakeServer]:
     """A real gRPC server that speaks KServe's streaming inference. `lost_after`: it breaks every stream off behind so
-    many tokens, as one that goes away does."""
+    many tokens, as one that goes away does. `index`: whether it names its models."""
 
     async def start(server: FakeServer) -> Any:
         service = grpc.aio.server()
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(
-            _Triton(server, script, errors or {}, token_at, lost_after), service
+            _Triton(server, script, errors or {}, token_at, lost_after, index), service
         )
         server.address = f"127.0.0.1:{service.add_insecure_port('127.0.0.1:0')}"
         await service.start()
