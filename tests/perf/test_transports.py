@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 import pytest
 from trtpd_testing.fake_servers import FakeServer, fake_openai, fake_triton, fixed
@@ -91,6 +92,59 @@ def test_a_stream_that_is_cut_has_failed():
     with fake_triton(lambda number, now_s: []) as server:
         ending = one(TritonTransport(server.address))
     assert (ending.state, ending.reason) == ("failed", "no_end")
+
+
+@pytest.mark.parametrize(
+    ("event", "reason", "message"),
+    [
+        (b'{"error":"out of memory"}', "server_error", "out of memory"),
+        (b'{"error":{"code":"oom","message":"no room"}}', "oom", "no room"),
+        (b'{"error":["a"]}', "server_error", "['a']"),
+        (b'{"choices":["x"]}', "protocol", "got `str`"),
+        (b'{"choices":{"a":1}}', "protocol", "Expected `array"),
+        (b'{"choices":[{"delta":"x"}]}', "protocol", "choices[0].delta"),
+        (b'{"usage":{"completion_tokens":"12"}}', "protocol", '{"usage":{"completion_tokens":"12"}}'),
+        (b'{"usage":{"completion_tokens":-1}}', "protocol", ">= 0"),
+        (b'{"usage":{"completion_tokens":99999999999999999999}}', "protocol", "completion_tokens"),
+        (b'{"error":' + b"[" * 100_000, "protocol", "nested too deeply"),
+        (b"[]", "protocol", "got `array`"),
+        (b"out of memory", "protocol", "'out of memory'"),
+        (b'"' + b"x" * (3 << 20) + b'"', "protocol", "can't be read"),
+    ],
+    ids=range(13),
+)
+def test_an_event_that_cannot_be_read_fails_its_own_request_and_no_other(event, reason, message):
+    with fake_openai(fixed(0.01, 0.01, 2), events={4: event}) as server:
+        records = drive(OpenAiTransport(server.address), requests=6).records
+    failed = [record for record in records if record.state == "failed"]
+    assert [record.state for record in records].count("finished") == 5
+    assert [(record.reason, message in record.message) for record in failed] == [(reason, True)], failed[0].message
+
+
+def _with_output(name: str, kind: str, raw: bytes, shape: list[int]) -> Any:
+    from tritonclient.grpc import service_pb2
+
+    response = service_pb2.ModelStreamInferResponse()
+    response.infer_response.outputs.add(name=name, datatype=kind, shape=shape)
+    response.infer_response.raw_output_contents.append(raw)
+    return response
+
+
+@pytest.mark.parametrize(
+    ("response", "message"),
+    [
+        (_with_output("finish_reason", "BYTES", b"\1\0\0\0\xff", [1]), "finish_reason is no UTF-8"),
+        (_with_output("output_ids", "INT32", b"", [-5]), "output_ids has the shape [-5]"),
+        (_with_output("output_ids", "INT32", b"", [1 << 40, 1 << 40]), "output_ids has the shape"),
+    ],
+    ids=["text", "negative", "huge"],
+)
+def test_a_response_that_cannot_be_read_fails_its_own_request_and_no_other(response, message):
+    with fake_triton(fixed(0.01, 0.01, 2), lasts={4: response}) as server:
+        records = drive(TritonTransport(server.address), requests=6).records
+    failed = [record for record in records if record.state == "failed"]
+    assert [record.state for record in records].count("finished") == 5
+    assert [(record.reason, message in record.message) for record in failed] == [("protocol", True)]
 
 
 def test_leaving_cancels_the_request_at_the_server():
