@@ -7,8 +7,8 @@
     ramp:A,B        Poisson whose rate goes evenly from A to B (in relation to each other), over as long as all of the
                     requests take at the mean rate: all of them arrive within it
 
-The mean rate is what was asked for whatever the shape: bursts are denser where they are (it is that of whole bursts with
-the silence behind them).
+The mean rate is what was asked for whatever the shape: bursts are denser where they are (it is that of whole bursts
+with the silence behind them).
 """
 
 from __future__ import annotations

@@ -52,7 +52,12 @@ ENDS = st.sampled_from([0.0, 1e-6, 1.0, 1e6]) | st.floats(1e-6, 1e6)
 
 
 @settings(max_examples=80, deadline=None)
-@given(ends=st.tuples(ENDS, ENDS).filter(any), count=st.integers(1, 3000), rate=st.floats(0.01, 1e3), seed=st.integers(0))
+@given(
+    ends=st.tuples(ENDS, ENDS).filter(any),
+    count=st.integers(1, 3000),
+    rate=st.floats(0.01, 1e3),
+    seed=st.integers(0, 1 << 32),
+)
 def test_a_ramp_has_all_its_requests_within_the_time_that_the_mean_rate_gives_them(ends, count, rate, seed):
     found = parse(f"ramp:{ends[0]!r},{ends[1]!r}").instants(count, rate, np.random.default_rng(seed))
     length_s = count / rate
