@@ -179,8 +179,8 @@ def check_wanted(wanted: Wanted) -> None:
         raise InputError(f"concurrency is {wanted.concurrency} and {fault}; give a rate or a concurrency of 1 or more")
     if wanted.concurrency is not None and wanted.arrivals is not None:
         raise InputError(
-            f"--arrivals {wanted.arrivals} and a concurrency: users of a closed loop ask when they are free; give one "
-            "of the two"
+            f"--arrivals {wanted.arrivals} and --concurrency {wanted.concurrency}: users of a closed loop ask when they "
+            "are free; give one of the two"
         )
     _check_trace_options(wanted)
 
@@ -196,15 +196,15 @@ def _check_trace_options(wanted: Wanted) -> None:
             if value != usual:
                 raise InputError(f"{option} {value} and --workload {wanted.name}: it is for a trace, trace:NAME alone")
     elif trace.time_scale != default.time_scale:
-        others = {
-            "a rate": (wanted.rate, "stretches the trace's instants to its mean"),
-            "--arrivals": (wanted.arrivals, "gives other instants than the trace's"),
-            "a concurrency": (wanted.concurrency, "has no instants"),
-        }
-        for other, (value, why) in others.items():
-            if value is not None:
+        others: Sequence[tuple[str, object, str]] = (
+            ("--rate", wanted.rate, "stretches the trace's instants to its mean"),
+            ("--arrivals", wanted.arrivals, "gives other instants than the trace's"),
+            ("--concurrency", wanted.concurrency, "asks at no instants"),
+        )
+        for option, given, why in others:
+            if given is not None:
                 raise InputError(
-                    f"--time-scale {trace.time_scale:g} and {other} ({value}): {other} {why}, whatever the scale; give "
+                    f"--time-scale {trace.time_scale:g} and {option} {given}: {option} {why}, whatever the scale; give "
                     "one of the two"
                 )
 

@@ -222,7 +222,7 @@ def add_perf_analyzer(sub: argparse.ArgumentParser) -> None:
         type=Path,
         default=Path("perf-analyzer"),
         metavar="FOLDER",
-        help="its inputs, exports and logs",
+        help="summary.json, loads.csv and report.html; its inputs, exports and logs",
     )
     sub.add_argument("args", nargs="*", metavar="-- ARGS", help="further arguments for perf_analyzer")
 
@@ -246,18 +246,20 @@ def perf_analyzer(args: argparse.Namespace) -> int:
         budget_s=args.budget_s,
         ours=not args.alone,
         extra=args.args,
+        command=command_line(),
     )
     with console.progress() as progress:
         result = analyze(options, progress=progress)
+    status = 130 if result.stopped else 0
     if args.json:
         console.result(_plain(result), as_json=True)
-        return 0
+        return status
     shown = table(result)
     console.table(shown.headings, shown.rows, title=f"{result.tool}, model {result.model}, ms")
-    if not result.complete:
-        console.say(f"the budget of {args.budget_s:g} s ended before all runs were made")
-    print(args.output / "summary.json")
-    return 0
+    for remark in result.remarks:
+        console.say(remark)
+    print(args.output / "report.html")
+    return status
 
 
 Number = TypeVar("Number", int, float)

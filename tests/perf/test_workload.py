@@ -204,14 +204,14 @@ def test_a_saved_workload_that_is_not_whole_or_not_ours_is_refused(tmp_path):
         (Wanted(name="chat", rate=1.0, requests=10**12), "at most"),
         (Wanted(name="trace:~no-such-user-here/x.csv"), "no such home folder"),
         (Wanted(name="~no-such-user-here/x.jsonl"), "no such home folder"),
-        (Wanted(name="chat", concurrency=2, arrivals=parse("even")), "--arrivals even and a concurrency"),
+        (Wanted(name="chat", concurrency=2, arrivals=parse("even")), "--arrivals even and --concurrency 2"),
         (Wanted(name="chat", rate=1.0, trace=TraceOptions(time_scale=2.0)), "--time-scale 2.0 and --workload chat"),
         (Wanted(name="chat", rate=1.0, trace=TraceOptions(offset=3)), "--trace-offset 3 and --workload chat"),
         (Wanted(name="chat", rate=1.0, trace=TraceOptions(columns="a")), "--columns a and --workload chat"),
-        (Wanted(name="trace:mooncake", rate=1.0, trace=TraceOptions(time_scale=2.0)), "--time-scale 2 and a rate"),
+        (Wanted(name="trace:mooncake", rate=1.0, trace=TraceOptions(time_scale=2.0)), "--time-scale 2 and --rate 1"),
         (
             Wanted(name="trace:mooncake", concurrency=1, trace=TraceOptions(time_scale=0.5)),
-            "--time-scale 0.5 and a concurrency",
+            "--time-scale 0.5 and --concurrency 1",
         ),
     ],
 )
