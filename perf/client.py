@@ -195,10 +195,13 @@ class Client:
             flight.tokens.append(tokens)
 
         flight.sent_s = self._now_s()
+        patience = asyncio.timeout(self._options.timeout_s)
         try:
-            async with asyncio.timeout(self._options.timeout_s):
+            async with patience:
                 return await self._transport.send(request, arrived)
         except TimeoutError:
+            if not patience.expired():
+                raise
             message = f"no end within {self._options.timeout_s:g} s"
             return Ending(state="failed", reason="client_timeout", message=message)
 

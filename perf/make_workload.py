@@ -179,8 +179,8 @@ def check_wanted(wanted: Wanted) -> None:
         raise InputError(f"concurrency is {wanted.concurrency} and {fault}; give a rate or a concurrency of 1 or more")
     if wanted.concurrency is not None and wanted.arrivals is not None:
         raise InputError(
-            f"--arrivals {wanted.arrivals} and --concurrency {wanted.concurrency}: users of a closed loop ask when they "
-            "are free; give one of the two"
+            f"--arrivals {wanted.arrivals} and --concurrency {wanted.concurrency}: users of a closed loop ask when "
+            "they are free; give one of the two"
         )
     _check_trace_options(wanted)
 

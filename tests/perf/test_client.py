@@ -152,6 +152,16 @@ def test_an_unexpected_fault_is_the_failure_of_its_request_alone():
     assert (run.records[2].reason, run.records[2].message) == ("RuntimeError", "unexpected: RuntimeError: script")
 
 
+def test_a_time_out_of_another_kind_is_not_said_to_be_the_clients_patience():
+    def broken(number: int, now_s: float) -> list[float]:
+        raise TimeoutError("the network's")
+
+    run = drive(even(2, 1.0), ScriptedTransport(broken))
+    assert {(record.reason, record.message) for record in run.records} == {
+        ("TimeoutError", "unexpected: TimeoutError: the network's")
+    }
+
+
 def test_a_session_and_a_closed_loop_go_on_behind_an_unexpected_fault():
     def broken(number: int, now_s: float) -> list[float]:
         raise RuntimeError("script")
