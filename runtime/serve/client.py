@@ -175,10 +175,15 @@ def _translated(error: InferenceServerException, url: str) -> TrtpdError:
         return RequestError(text)
     if code == SaturatedError.code:
         wait_s = float(retry_after or 1.0)
-        return SaturatedError(f"the server is full: {text}; try again in {wait_s:g} s", retry_after_s=wait_s)
+        return SaturatedError(_advised(f"the server is full: {text}", f"try again in {wait_s} s"), retry_after_s=wait_s)
     if code == NoInstanceError.code:
-        return NoInstanceError(f"nothing serves this now: {text}; see `trtpd status`")
+        return NoInstanceError(_advised(f"nothing serves this now: {text}", "see `trtpd status`"))
     return ServeError(f"{url}: {text} ({code})")
+
+
+def _advised(text: str, advice: str) -> str:
+    """With what to do, unless the server has said it."""
+    return text if advice in text else f"{text}; {advice}"
 
 
 def _first_line(message: str | None) -> str:

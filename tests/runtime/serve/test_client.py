@@ -106,3 +106,16 @@ def test_why_a_server_was_not_reached_is_said_in_plain_words(closed_url):
         status(closed_url)
     with pytest.raises(ServeError, match="no host has that name"):
         status("no-such-host.invalid:8001")
+
+
+@pytest.mark.parametrize(
+    ("message", "advice"),
+    [
+        ("code=saturated retry_after_s=1.0 7 requests wait already; try again in 1.0 s", "try again in 1.0 s"),
+        ("code=saturated retry_after_s=1.0 7 requests wait already", "try again in 1.0 s"),
+        ("code=no_instance nobody has served 'm' for 9 s; see `trtpd status`", "see `trtpd status`"),
+        ("code=no_instance no prefill instance", "see `trtpd status`"),
+    ],
+)
+def test_what_to_do_is_said_once(message, advice):
+    assert str(_translated(InferenceServerException(message), "host:1")).count(advice) == 1
