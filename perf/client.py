@@ -98,12 +98,12 @@ class Client:
             await self._get_ready()
             gc.collect()
             gc.freeze()  # what exists now is not looked through again in the middle of the run
-            monitor.start()
             if self._interrupted_s is None:
+                monitor.start()
                 self._begin_s = asyncio.get_running_loop().time()
                 self._start()
                 await self._idle.wait()
-            await monitor.stop()
+                await monitor.stop()
             if self._fault is not None:
                 raise self._fault
         finally:

@@ -94,12 +94,14 @@ class Monitor:
 
     Its looks are due at instants that don't wait for one another, one in each LOOK_EVERY_S: a stall counts for every
     look that fell into it, by what was left of it then, so that quantiles are over time and not over wakings. Within
-    their periods the instants move (by the golden ratio), so that no load's rhythm can keep step with them.
+    their periods the instants move (by the golden ratio), so that no load's rhythm can keep step with them. One that
+    was never started has nothing to find fault with.
     """
 
     def __init__(self) -> None:
         self._lags_s: list[float] = []
         self._begin_s = 0.0
+        self._wall_s = self._cpu_s = self._loop_s = 0.0
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
