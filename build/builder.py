@@ -28,7 +28,7 @@ from trtpd.build.measured import file_wishes, kept_tuning, meter_for, tuning_key
 from trtpd.build.planning import Action, BuildPlan, Former, RolePlan, plan_build
 from trtpd.build.resolve import resolve
 from trtpd.build.spec import ROLES, PipelineSpec
-from trtpd.build.tuning import TuneOptions, tune
+from trtpd.build.tuning import TuneOptions, left_to_try, tune
 from trtpd.errors import BuildError, InputError, SpecError
 
 Render = Callable[[Path, Manifest], None]
@@ -138,6 +138,7 @@ def build(
                 meter = stack.enter_context(meter_for(out, plan, checkpoint, machine, compute_logits, progress))
             if tuning is not None:
                 plan = _tuned_plan(out, spec, checkpoint, machine, tuning, progress, meter)
+                notes = left_to_try(plan.manifest.tuning, tuning.seconds)
                 _make(out, plan, checkpoint, _former(out), render, progress, force=False)
             if meter is not None:
                 plan = with_accuracy(out, plan, meter)

@@ -82,6 +82,16 @@ def kept_wishes(records: Mapping[str, RoleTuning], wishes: Mapping[RoleName, Rol
     }
 
 
+def left_to_try(records: Mapping[str, RoleTuning], seconds: float) -> tuple[str, ...]:
+    """A line for each role whose search ended before all was tried."""
+    return tuple(
+        f"{role}: {len(record.tried)} variants were measured when the {seconds:g} s of --tune-s were over: the same "
+        "command goes on from there, with more time"
+        for role, record in records.items()
+        if not record.complete
+    )
+
+
 def _within(options: TuneOptions, meter: AccuracyMeter | None) -> dict[Precision, float]:
     """The precisions to try, each with its KL divergence from f32; none if they aren't to be tried."""
     if options.kl_bound_nats is None or meter is None:

@@ -53,12 +53,12 @@ class Change:
 
 class Ladder:
     """One rung at a time; a rung is kept for `dwell_up_s` before the next higher one and for `dwell_down_s` of
-    low pressure before the next lower one."""
+    low pressure before the next lower one. `since_s`: when it came to its rung; None before it has begun."""
 
     def __init__(self, *, dwell_up_s: float, dwell_down_s: float) -> None:
         self.rung = Rung.NORMAL
         self.reason = ""
-        self.since_s = 0.0
+        self.since_s: float | None = None
         self.pressure = Pressure(value=0.0, reason="")
         self.ups = 0
         self.downs = 0
@@ -66,12 +66,17 @@ class Ladder:
         self._dwell_down_s = dwell_down_s
         self._calm_since_s: float | None = None
 
+    def begin(self, now_s: float) -> None:
+        """There is something to serve with from now on."""
+        if self.since_s is None:
+            self.since_s = now_s
+
     def look(self, now_s: float, pressure: Pressure) -> Change | None:
         """Takes in the pressure now; returns the change it makes, if any."""
         self.pressure = pressure
         if self.rung < Rung.REFUSE and pressure.value >= UP_AT[self.rung]:
             self._calm_since_s = None
-            if self.rung is Rung.NORMAL or now_s - self.since_s >= self._dwell_up_s:
+            if self.since_s is None or self.rung is Rung.NORMAL or now_s - self.since_s >= self._dwell_up_s:
                 return self._move(now_s, Rung(self.rung + 1), pressure.reason)
         elif self.rung > Rung.NORMAL and pressure.value < DOWN_AT * UP_AT[self.rung - 1]:
             if self._calm_since_s is None:

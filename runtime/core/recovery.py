@@ -52,6 +52,7 @@ class Recovery:
         if old is not None and old.healthy and old.hello.generation != event.generation:
             self._lose(old, "it restarted")
         instance = books.cluster.register(event)
+        books.ladder.begin(books.now_s)
         ghosts, instance.ghosts = instance.ghosts, []
         for ghost in ghosts:
             hold = replace(ghost, closing=False, seen=False)

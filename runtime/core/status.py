@@ -55,7 +55,7 @@ def ladder_view(books: Books) -> dict[str, Any]:
         "rung": int(ladder.rung),
         "name": ladder.rung.name.lower(),
         "reason": ladder.reason,
-        "for_s": books.now_s - ladder.since_s,
+        "for_s": 0.0 if ladder.since_s is None else books.now_s - ladder.since_s,
         "pressure": ladder.pressure.value,
         "pressure_reason": ladder.pressure.reason,
         "ups": ladder.ups,

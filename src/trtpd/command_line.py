@@ -24,7 +24,7 @@ class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpF
     """Shows the example as written and each option's default."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        unset = action.default in (None, False, argparse.SUPPRESS) or action.default == []
+        unset = action.default in (None, False, "", argparse.SUPPRESS) or action.default == []
         return action.help if unset else super()._get_help_string(action)
 
 

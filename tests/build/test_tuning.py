@@ -182,9 +182,11 @@ def test_a_second_search_measures_nothing_again(make_model: MakeModel, tmp_path:
 
 def test_a_search_without_time_says_that_it_is_not_complete(make_model: MakeModel, tmp_path: Path) -> None:
     costs = Costs()
-    manifest = tuned(spec_of(make_model()), tmp_path / "BUILD", costs, seconds=0.0)
+    options = TuneOptions(measure=costs, seconds=0.0)
+    made = build(spec_of(make_model()), tmp_path / "BUILD", render=render, tuning=options)
     assert not costs.asked
-    assert not manifest.tuning["prefill"].complete
+    assert not made.manifest.tuning["prefill"].complete
+    assert "prefill: 0 variants were measured when the 0 s of --tune-s were over" in made.summary()
 
 
 def test_a_search_that_fails_leaves_the_untuned_build(make_model: MakeModel, tmp_path: Path) -> None:

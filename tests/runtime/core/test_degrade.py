@@ -39,6 +39,14 @@ def test_the_ladder_comes_down_once_when_calm_has_lasted() -> None:
     assert (ladder.rung, ladder.ups, ladder.downs) == (Rung.NORMAL, 4, 4)
 
 
+def test_a_rung_lasts_from_the_first_instance_on_whatever_the_clock_began_at() -> None:
+    rig = Rig(mixed())
+    assert rig.core.snapshot()["ladder"]["for_s"] == 0.0
+    rig.now_s += 1.5
+    rig.hello(next(iter(rig.specs)))
+    assert rig.core.snapshot()["ladder"]["for_s"] == 1.5
+
+
 def test_under_load_low_priority_is_shed_queued_or_new_and_then_everything_is_refused() -> None:
     policy = Policy(patience_s=2.0, dwell_up_s=0.5, refuse_late=False)
     rig = Rig(mixed(kv_blocks=100_000, max_seq_tokens=1000, prefill_tokens_per_s=400.0), policy=policy)
