@@ -1,7 +1,7 @@
 """`trtpd compare`: colocated, colocated with chunked prefill, and disaggregated, measured on the same cores in turn.
 
-First the targets are fixed from an unloaded server (compare_targets.py). Then each arm is tuned on requests of a seed
-of its own, and its best rate is looked for; last, all arms are measured again at the rates that matter, rotating, on
+First the targets are fixed from an unloaded server (compare_targets.py). Then each arm is tuned on requests of its own
+(Runs.asked), and its best rate is looked for; last, all arms are measured again at the rates that matter, rotating, on
 further seeds. Every run leaves a file (compare_points.py): a command that was cut short, by Ctrl-C or its budget, goes
 on where it stopped.
 """
@@ -9,23 +9,25 @@ on where it stopped.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from trtpd.build.manifest import read_manifest
-from trtpd.errors import InputError
+from trtpd.perf.bench import Target
 from trtpd.perf.client import Progress
 from trtpd.perf.client_health import late_limit_for
 from trtpd.perf.climb import next_to_try
 from trtpd.perf.compare_arms import CHUNKS, COLOCATED, SPLIT, Variant, cores_of, next_variant, variants
-from trtpd.perf.compare_folder import Folder, read
-from trtpd.perf.compare_points import Points
-from trtpd.perf.compare_runs import SERVER_START_S, OutOfBudgetError, Runs
+from trtpd.perf.compare_folder import Folder
+from trtpd.perf.compare_plan import Like, check_comparable, check_same, plan_of
+from trtpd.perf.compare_points import Points, part_of
+from trtpd.perf.compare_runs import SERVER_START_S, DisturbedError, OutOfBudgetError, Runs
+from trtpd.perf.compare_stretch import told
 from trtpd.perf.compare_targets import disturbance, fix_targets, usual_rates
-from trtpd.perf.comparison import Choice, Comparison, Plan, Point
+from trtpd.perf.comparison import Aside, Choice, Comparison, Plan, Point
 from trtpd.perf.environment import Environment, this_environment
 from trtpd.perf.goodput import attainment_over_scale
 from trtpd.perf.make_workload import Wanted, make
@@ -37,6 +39,7 @@ TUNED_SHARE, TUNING_STEP = 0.3, 2
 """Of a tuning's requests that the best variant has to serve within targets, and by how many of the grid's rates lower
 it is tried again if it doesn't."""
 
+UNLOADED = "unloaded.json"
 TUNING_SCALES = (0.5, 0.71, 1.0, 1.41, 2.0)
 
 
@@ -45,7 +48,7 @@ class CompareOptions:
     """`wanted` gives the workload (its rate is replaced). `rates` empty: each arm's best is looked for around an
     estimated capacity; else all arms are measured at these. A point lasts about `point_s`; no step begins that would
     not end within `budget_s`. `outside`: another server's command. `like`: the folder of a comparison of the same build
-    on this machine, whose targets and tuned variants are taken."""
+    on this machine, whose targets and tuned variants are taken. `definition`: of goodput, one of DEFINITIONS."""
 
     build: Path
     wanted: Wanted
@@ -57,6 +60,7 @@ class CompareOptions:
     chunks: Sequence[int] = CHUNKS
     outside: str = ""
     like: Path | None = None
+    definition: str = "trtpd"
 
 
 class Comparer:
@@ -64,9 +68,11 @@ class Comparer:
 
     def __init__(self, options: CompareOptions, progress: Progress) -> None:
         """Raises InputError for a build that can't be compared or a folder that holds another comparison."""
+        check_comparable(options.wanted)
         self._options = options
         self._progress = progress
         self._folder = Folder(options.folder)
+        self._like = Like(options.like) if options.like is not None else None
         manifest = read_manifest(options.build)
         self._variants = variants(manifest, chunks=options.chunks, outside=options.outside)
         self._runs = Runs(
@@ -76,25 +82,27 @@ class Comparer:
             point_s=options.point_s,
             longest_tokens=int(manifest.settings["kv"]["max_seq_tokens"]),  # type: ignore[index]
             end_s=time.monotonic() + options.budget_s,
+            cores=len(cores_of(manifest)),
             progress=progress,
         )
-        plan = Plan(
-            fingerprint=manifest.pair_fingerprint,
-            workload=options.wanted.name,
-            seed=options.wanted.seed,
+        plan = plan_of(
+            manifest,
+            replace(self._runs.asked(1.0, 0), trace=options.wanted.trace),
+            self._variants,
             point_s=options.point_s,
-            cores=cores_of(manifest),
-            chunks=tuple(options.chunks),
+            chunks=options.chunks,
+            definition=options.definition,
         )
         self._plan = self._folder.remembered("plan.json", Plan, lambda: plan)
-        if self._plan != plan:
-            raise InputError(f"{options.folder} holds another comparison; name another folder with -o")
+        check_same(plan, self._plan, options.folder)
 
     def run(self) -> Comparison:
         """Up to the end or the budget. Raises TrtpdError if a server fails; what was measured stays."""
         environment = self._folder.remembered("environment.json", Environment, this_environment)
         slo = self._folder.remembered("slo.json", LengthSlo, self._targets)
-        self._points = Points(runs=self._runs, folder=self._folder, slo=slo, cores=len(self._plan.cores))
+        if self._like is not None:
+            self._like.check(slo, self._folder)
+        self._points = Points(runs=self._runs, folder=self._folder, slo=slo, definition=self._plan.definition)
         rates = tuple(sorted(self._options.rates)) or usual_rates(slo, self._runs.sample)
         choices: list[Choice] = []
         complete = True
@@ -115,22 +123,37 @@ class Comparer:
             interference=self._interferences(choices),
             environment=environment,
             complete=complete,
-            notes=make(self._runs.wanted_at(rates[0], self._options.wanted.seed)).notes[:-1],
-            skipped=tuple(_skipped(choices, points, rates)),
+            notes=make(self._runs.asked(rates[0], 0)).notes[:-1],
+            skipped=(
+                *(self._like.remarks(self._plan.fingerprint) if self._like is not None else ()),
+                *_skipped(choices, points, rates),
+            ),
             late_limit_s=late_limit_for(slo),
             patience_s=self._points.patience_s,
+            asides=dict(self._asides(choices)),
+            tuned_on=self._tuned_on(choices, points, rates),
         )
 
     def _targets(self) -> LengthSlo:
-        if self._options.like is not None:
-            return read(self._options.like / "slo.json", LengthSlo)
-        return fix_targets(self._runs, self._variants[COLOCATED][0])
+        if self._like is not None:
+            slo, aside = self._like.slo, Folder(self._like.folder).aside(UNLOADED)
+        else:
+            slo, aside = fix_targets(self._runs, self._variants[COLOCATED][0])
+        if aside is not None:
+            self._folder.keep_aside(UNLOADED, aside)
+        return slo
 
     def _given(self, arm: str) -> Choice | None:
-        """What another comparison, or a former call, chose for this arm."""
-        folder = Folder(self._options.like) if self._options.like is not None else self._folder
-        found = folder.choice(arm)
-        return found if found is not None and any(v.label == found.variant for v in self._variants[arm]) else None
+        """What a former call chose or took for this arm, or what another comparison chose. It stays."""
+        found = self._folder.choice(arm)
+        if found is None and self._like is not None:
+            found = self._like.choice(arm)
+            if found is not None and self._known(found):
+                self._folder.keep_choice(found)
+        return found if found is not None and self._known(found) else None
+
+    def _known(self, choice: Choice) -> bool:
+        return any(one.label == choice.variant for one in self._variants[choice.arm])
 
     def _tune(self, arm: str, rates: Sequence[float]) -> Choice:
         """The variant that serves most within targets below the capacity, on another seed. Where none serves
@@ -140,26 +163,45 @@ class Comparer:
         if len(candidates) == 1:
             return Choice(arm=arm, variant=candidates[0].label, tried={})
         index = min(FIRST_SHARE, len(rates) // 2)
-        tried = self._shares(candidates, rates[index])
+        tried, unusable = self._shares(candidates, rates[index])
         while index > 0 and max(tried.values()) < TUNED_SHARE:
             index = max(0, index - TUNING_STEP)
-            tried = self._shares(candidates, rates[index])
-        untried = tuple(one.label for one in candidates if one.label not in tried)
-        choice = Choice(arm=arm, variant=max(tried, key=lambda label: tried[label]), tried=tried, untried=untried)
+            tried, unusable = self._shares(candidates, rates[index])
+        untried = tuple(one.label for one in candidates if one.label not in tried and one.label not in unusable)
+        best = max(tried, key=lambda label: tried[label])
+        choice = Choice(arm=arm, variant=best, tried=tried, untried=untried, unusable=unusable)
         self._folder.keep_choice(choice)
         return choice
 
-    def _shares(self, candidates: Sequence[Variant], rate: float) -> dict[str, float]:
+    def _shares(self, candidates: Sequence[Variant], rate: float) -> tuple[dict[str, float], dict[str, str]]:
         """What each variant tried serves within targets at `rate`: the mean over TUNING_SCALES of all targets, since a
-        short run's share at one scale is mostly chance."""
+        short run's share at one scale is mostly chance; and those whose runs can't be used, with why: they are not
+        ranked. Raises DisturbedError if no run can be used."""
         tried: dict[str, float] = {}
-        while (variant := next_variant(candidates, tried)) is not None:
-            point = self._points.of("tuning", variant, rate, 0) or self._tuned(variant, rate)
+        unusable: dict[str, str] = {}
+        while (variant := next_variant([c for c in candidates if c.label not in unusable], tried)) is not None:
+            point = self._points.of("tuning", variant, rate, 0)
+            if point is None or point.file.fault:
+                point = self._tuned(variant, rate)
+            if point.file.fault:
+                unusable[variant.label] = point.file.fault
+                continue
             shares = attainment_over_scale(
-                point.records, self._points.slo, TUNING_SCALES, warm_up_s=point.figures.warm_up_s
+                point.records,
+                self._points.slo,
+                TUNING_SCALES,
+                warm_up_s=point.figures.warm_up_s,
+                definition=self._plan.definition,
             )
             tried[variant.label] = float(np.mean([share or 0.0 for _, share in shares]))
-        return tried
+        if not tried:
+            why = "; ".join(f"{label}: {fault}" for label, fault in unusable.items())
+            raise DisturbedError(
+                f"no tuning run of {candidates[0].arm} at {rate:g} requests/s can be used, each made twice ({why}). "
+                "What was measured so far stays: end the other work, or give the client a core of its own, and give "
+                "the same command again"
+            )
+        return tried, unusable
 
     def _tuned(self, variant: Variant, rate: float) -> Point:
         """Made once more, on a server that knows none of it, if its figures can't be used."""
@@ -187,39 +229,47 @@ class Comparer:
             for turn in range(len(chosen)):
                 variant = chosen[(turn + repeat) % len(chosen)]
                 self._progress("arms", repeat * len(chosen) + turn, total)
-                again = sorted({tops[variant.arm], tops[SPLIT]}) if not self._options.rates else rates
+                found = {top for top in (tops[variant.arm], tops[SPLIT]) if top is not None}
+                again = rates if self._options.rates else sorted(found)
                 self._all(variant, [(rate, repeat) for rate in again])
         for variant in chosen:
             self._once_more(variant)
         self._progress("arms", total, total)
 
     def _search(self, variant: Variant, rates: Sequence[float]) -> None:
-        """The first round of an arm: all rates if they were given, else those around its best."""
+        """The first round of an arm: all rates if they were given, else those around its best. What can't be used is
+        passed over."""
         with self._runs.served_when_needed(variant) as target_of:
             while (rate := self._next_rate(variant, rates)) is not None:
                 self._runs.afford(self._points.lasts_s("points"))
                 self._points.measure("points", variant, target_of(), rate, 0)
             if self._has_short_ones and self._folder.interference(variant) is None:
-                self._runs.afford(self._options.point_s)
-                workload = disturbance(self._points.slo, self._runs.sample, self._runs.longest_tokens)
-                driven = self._runs.drive(target_of(), workload, f"{variant.folder}, interference")
-                self._folder.keep_interference(variant, driven.run)
+                self._interfere(variant, target_of)
+
+    def _interfere(self, variant: Variant, target_of: Callable[[], Target]) -> None:
+        self._runs.afford(self._options.point_s)
+        workload = disturbance(self._points.slo, self._runs.sample, self._runs.longest_tokens)
+        driven = self._runs.drive(target_of(), workload, f"{variant.folder}, interference")
+        fault = self._runs.fault(driven, late_limit_for(self._points.slo))
+        aside = Aside(fault=fault, health=driven.run.health, others_cores=driven.others_cores)
+        self._folder.keep_interference(variant, driven.run, aside)
 
     def _next_rate(self, variant: Variant, rates: Sequence[float]) -> float | None:
-        goods = self._goods(variant, rates)
-        if self._options.rates:
-            return next((rate for index, rate in enumerate(rates) if index not in goods), None)
-        index = next_to_try(len(rates), goods, first=FIRST_SHARE, stride=2, most=lambda index: rates[index])
-        return None if index is None else rates[index]
+        found = {rate: self._points.of("points", variant, rate, 0) for rate in rates}
+        row = [rate for rate, point in found.items() if point is None or not point.file.fault]
+        goods = {i: point.good_per_s or 0.0 for i, rate in enumerate(row) if (point := found[rate]) is not None}
+        if self._options.rates or not row:
+            return next((rate for index, rate in enumerate(row) if index not in goods), None)
+        first = min(FIRST_SHARE, len(row) - 1)
+        index = next_to_try(len(row), goods, first=first, stride=2, most=lambda index: row[index])
+        return None if index is None else row[index]
 
-    def _goods(self, variant: Variant, rates: Sequence[float]) -> dict[int, float]:
-        """Goodput of the first round, by the rate's place."""
-        found = {index: self._points.of("points", variant, rate, 0) for index, rate in enumerate(rates)}
-        return {index: point.good_per_s for index, point in found.items() if point is not None}
-
-    def _top(self, variant: Variant, rates: Sequence[float]) -> float:
-        goods = self._goods(variant, rates)
-        return rates[max(goods, key=lambda index: goods[index])]
+    def _top(self, variant: Variant, rates: Sequence[float]) -> float | None:
+        """The rate of most goodput in the first round; None where none can be used. Where the goal was missed nothing
+        is gained."""
+        found = [(rate, self._points.of("points", variant, rate, 0)) for rate in rates]
+        goods = {rate: point.good_per_s or 0.0 for rate, point in found if point is not None and not point.file.fault}
+        return max(goods, key=lambda rate: goods[rate], default=None)
 
     def _all(self, variant: Variant, runs: Sequence[tuple[float, int]], *, afresh: bool = False) -> None:
         """These (rate, repeat) of a variant behind one start of its server, unless they are there."""
@@ -233,6 +283,10 @@ class Comparer:
         """Makes again what can't be used. False if all can."""
         faulty = [(file.rate, file.repeat) for file in self._folder.points(variant) if file.fault]
         self._all(variant, faulty, afresh=True)
+        aside = self._folder.aside(self._folder.interference_name(variant))
+        if aside is not None and aside.fault:
+            with self._runs.served_when_needed(variant) as target_of:  # one that has not seen its prompts
+                self._interfere(variant, target_of)
         return bool(faulty)
 
     @property
@@ -244,9 +298,30 @@ class Comparer:
         found = {choice.arm: self._folder.interference(self._chosen(choice)) for choice in choices}
         return {arm: records for arm, records in found.items() if records is not None}
 
+    def _asides(self, choices: Sequence[Choice]) -> Iterator[tuple[str, Aside]]:
+        names = {"the unloaded run that fixed the targets": UNLOADED}
+        names |= {f"{one.arm}, interference": self._folder.interference_name(self._chosen(one)) for one in choices}
+        for what, name in names.items():
+            if (aside := self._folder.aside(name)) is not None:
+                yield what, aside
+
+    def _tuned_on(self, choices: Sequence[Choice], points: Sequence[Point], rates: Sequence[float]) -> str:
+        """In words: what requests the tuning had, if there was one, and of a trace each repeat."""
+        runs, taken = self._runs, any(choice.origin for choice in choices)
+        if runs.trace_rows is None:
+            return "" if taken else "On requests of another seed than those measured."
+        rate = max((point.file.rate for point in points), default=rates[-1])
+        tuned = rates[min(FIRST_SHARE, len(rates) // 2)]
+        tuning = "tuning", runs.stretch(runs.asked(tuned, None, part=part_of("tuning")).requests, None)
+        listed = [] if taken else [tuning]
+        listed += [
+            (f"repeat {n + 1}", runs.stretch(runs.asked(rate, n).requests, n)) for n in range(self._options.repeats)
+        ]
+        return told(runs.trace_rows, [(name, rows) for name, rows in listed if rows is not None])
+
 
 def _skipped(choices: Sequence[Choice], points: Sequence[Point], rates: Sequence[float]) -> Iterator[str]:
-    """What the search had no reason to measure."""
+    """What the search had no reason to measure, and what of the tuning could not be used."""
     for choice in choices:
         measured = {point.file.rate for point in points if point.file.arm == choice.arm}
         left = [f"{rate:g}" for rate in rates if rate not in measured]
@@ -254,3 +329,5 @@ def _skipped(choices: Sequence[Choice], points: Sequence[Point], rates: Sequence
             yield f"{choice.arm} was not measured at {', '.join(left)} requests/s: away from its best."
         if choice.untried:
             yield f"{choice.arm}: not tried in tuning: {'; '.join(choice.untried)}."
+        for label, fault in choice.unusable.items():
+            yield f"{choice.arm}: not ranked in tuning, since its run was disturbed twice: {label} ({fault})."

@@ -138,9 +138,10 @@ def next_variant(candidates: Sequence[Variant], scores: Mapping[str, float]) -> 
     for candidate in candidates:
         groups.setdefault(candidate.group, []).append(candidate)
     for row in groups.values():
-        middle = row[(len(row) - 1) // 2]
-        if middle.label not in scores:
-            return middle
+        if not any(one.label in scores for one in row):
+            return row[(len(row) - 1) // 2]
+    if not scores:
+        return None
     best = max(scores, key=lambda label: scores[label])
     row = next(row for row in groups.values() if any(one.label == best for one in row))
     found = {index: scores[one.label] for index, one in enumerate(row) if one.label in scores}

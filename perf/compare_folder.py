@@ -3,6 +3,7 @@
 FOLDER/
   plan.json         what is compared; another comparison needs another folder
   slo.json          the targets, fixed before any loaded run
+  unloaded.json     whether the run they come from was disturbed
   tuning/ points/   records and figures of each run
   arms/             builds (weights linked), logs
 """
@@ -20,7 +21,7 @@ from trtpd.build.files import write_whole
 from trtpd.errors import InputError
 from trtpd.perf.client import Run
 from trtpd.perf.compare_arms import Variant
-from trtpd.perf.comparison import Choice, PointFile
+from trtpd.perf.comparison import Aside, Choice, PointFile
 from trtpd.perf.records import Record, load_records, save_records
 
 Kind = Literal["tuning", "points"]
@@ -74,6 +75,7 @@ class Folder:
         return read(path, Choice) if path.is_file() else None
 
     def keep_choice(self, choice: Choice) -> None:
+        self._choice(choice.arm).parent.mkdir(parents=True, exist_ok=True)
         write_whole(self._choice(choice.arm), msgspec.json.encode(choice))
 
     def points(self, variant: Variant) -> Iterator[PointFile]:
@@ -85,10 +87,24 @@ class Folder:
         path = self._interference(variant)
         return tuple(load_records(path)[1]) if path.is_file() else None
 
-    def keep_interference(self, variant: Variant, run: Run) -> None:
+    def keep_interference(self, variant: Variant, run: Run, aside: Aside) -> None:
         path = self._interference(variant)
         path.parent.mkdir(parents=True, exist_ok=True)
         save_records(path, run.info, run.records)
+        self.keep_aside(self.interference_name(variant), aside)
+
+    def interference_name(self, variant: Variant) -> str:
+        """Of its aside."""
+        return f"arms/{variant.folder}.interference.json"
+
+    def aside(self, name: str) -> Aside | None:
+        path = self.path / name
+        return read(path, Aside) if path.is_file() else None
+
+    def keep_aside(self, name: str, aside: Aside) -> None:
+        path = self.path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, msgspec.json.encode(aside))
 
     def _interference(self, variant: Variant) -> Path:
         return self.path / "points" / f"{variant.folder}.interference.jsonl.gz"
@@ -104,4 +120,4 @@ def read(path: Path, kind: type[Stored]) -> Stored:
     except OSError as error:
         raise InputError(f"{path}: can't be read ({error.strerror})") from error
     except msgspec.MsgspecError as error:
-        raise InputError(f"{path}: can't be read ({error}); name another folder with -o") from error
+        raise InputError(f"{path}: can't be read ({error}); compare again into another folder, -o") from error

@@ -9,33 +9,32 @@ from pathlib import Path
 
 import msgspec
 
+from trtpd.build.files import digest_of
 from trtpd.perf.bench import Target
 from trtpd.perf.client import Run
-from trtpd.perf.client_health import BottleneckError, late_limit_for, refuse_if_bottleneck
+from trtpd.perf.client_health import late_limit_for
 from trtpd.perf.compare_arms import Variant
 from trtpd.perf.compare_folder import Folder, Kind
-from trtpd.perf.compare_runs import TUNING_SEED, Driven, Runs
+from trtpd.perf.compare_runs import Runs
 from trtpd.perf.compare_targets import patience_s
 from trtpd.perf.comparison import Point, PointFile
 from trtpd.perf.goodput import Deployment, account
 from trtpd.perf.make_workload import make
-from trtpd.perf.process_cpu import machine_busy_s
+from trtpd.perf.prompt_text import Segment
 from trtpd.perf.slo import LengthSlo
 from trtpd.perf.workload import Workload
 
 TUNING_PART = 0.5
-OTHERS_SHARE = 0.1
-"""Of the cores compared: what other work may take of them in a run that counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Points:
-    """Runs by one comparison's targets, on `cores` CPUs."""
+    """Runs by one comparison's targets and definition of goodput."""
 
     runs: Runs
     folder: Folder
     slo: LengthSlo
-    cores: int
+    definition: str = "trtpd"
     _accounted: dict[Path, Point] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
@@ -45,17 +44,15 @@ class Points:
 
     def lasts_s(self, kind: Kind) -> float:
         """What a run may take: the last request of an overloaded one is waited for."""
-        return _part(kind) * self.runs.point_s + 0.5 * self.patience_s
+        return part_of(kind) * self.runs.point_s + 0.5 * self.patience_s
 
     def measure(self, kind: Kind, variant: Variant, target: Target, rate: float, repeat: int) -> Point:
         """Makes a run, in place of one that is there."""
-        seed = TUNING_SEED if kind == "tuning" else self.runs.wanted.seed + repeat
-        workload = _at_exactly(rate, make(self.runs.wanted_at(rate, seed, part=_part(kind))))
+        asked = self.runs.asked(rate, None if kind == "tuning" else repeat, part=part_of(kind))
         name = f"{variant.folder} at {rate:g}, {kind} {repeat + 1}"
-        busy_s = machine_busy_s()
+        workload = with_own_text(_at_exactly(rate, make(asked)), kind, rate, repeat)
         driven = self.runs.drive(target, workload, name, timeout_s=self.patience_s)
-        run, cpu_s = driven.run, driven.cpu_s
-        others_cores = max(0.0, machine_busy_s() - busy_s - sum(cpu_s.values())) / run.health.wall_s
+        run = driven.run
         file = PointFile(
             arm=variant.arm,
             variant=variant.label,
@@ -63,23 +60,13 @@ class Points:
             repeat=repeat,
             until_s=run.info.offered_until_s,
             health=run.health,
-            cpu_s=cpu_s,
-            fault=self._fault(driven, others_cores),
+            cpu_s=driven.cpu_s,
+            fault=self.runs.fault(driven, late_limit_for(self.slo)),
             client_nice=driven.client_nice,
-            others_cores=others_cores,
+            others_cores=driven.others_cores,
         )
         self.keep(kind, variant, file, run)
         return self._point(kind, variant, file)
-
-    def _fault(self, driven: Driven, others_cores: float) -> str:
-        """Why the run's figures must not be used."""
-        try:
-            refuse_if_bottleneck(driven.run.health, driven.run.records, late_limit_for(self.slo))
-        except BottleneckError as error:
-            return str(error)
-        if others_cores > OTHERS_SHARE * self.cores:
-            return f"other work took {others_cores:.2f} of the {self.cores} cores meanwhile"
-        return ""
 
     def keep(self, kind: Kind, variant: Variant, file: PointFile, run: Run) -> None:
         self.folder.keep(kind, variant, file, run)
@@ -99,15 +86,28 @@ class Points:
         path = self.folder.run_path(kind, variant, file.rate, file.repeat)
         if path not in self._accounted:
             records = self.folder.records(kind, variant, file)
-            deployment = Deployment(units=self.cores)
+            deployment = Deployment(units=self.runs.cores)
             figures = account(records, self.slo, until_s=file.until_s, deployment=deployment)
-            self._accounted[path] = Point(file=file, records=records, figures=figures)
+            self._accounted[path] = Point(file=file, records=records, figures=figures, definition=self.definition)
         return self._accounted[path]
 
 
-def _part(kind: Kind) -> float:
+def part_of(kind: Kind) -> float:
     """Of a point's time."""
     return TUNING_PART if kind == "tuning" else 1.0
+
+
+def with_own_text(workload: Workload, kind: Kind, rate: float, repeat: int) -> Workload:
+    """The same lengths, and the same sharing among them, in words that no other run asks: a server that is asked at one
+    rate after another must not know the prompts from before."""
+    run = int(digest_of(kind, rate, repeat)[:10], 16)
+    asks = (
+        msgspec.structs.replace(
+            ask, segments=tuple(Segment(seed=(one.seed << 40) + run, tokens=one.tokens) for one in ask.segments)
+        )
+        for ask in workload.asks
+    )
+    return msgspec.structs.replace(workload, asks=tuple(asks))
 
 
 def _at_exactly(rate: float, workload: Workload) -> Workload:

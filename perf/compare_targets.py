@@ -6,10 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from trtpd.errors import ServeError
 from trtpd.perf.compare_arms import Variant
 from trtpd.perf.compare_runs import Runs
+from trtpd.perf.comparison import Aside
 from trtpd.perf.interference import interference_workload
 from trtpd.perf.prompt_text import Segment
+from trtpd.perf.records import Record
 from trtpd.perf.slo import LengthSlo
 from trtpd.perf.workload import Ask, Workload
 
@@ -25,9 +28,9 @@ PATIENCE = 1.5
 LONG_PERCENTILE = 90
 
 
-def fix_targets(runs: Runs, variant: Variant) -> LengthSlo:
+def fix_targets(runs: Runs, variant: Variant) -> tuple[LengthSlo, Aside]:
     """From one request at a time on `variant`, which has all cores together: what a user alone on the machine would
-    get."""
+    get; and how that run was. Made once more if it was disturbed. Raises ServeError if a length has no answer."""
     most = max(ask.prompt_tokens for ask in runs.sample)
     enough = next((tokens for tokens in UNLOADED_LENGTHS[1:] if tokens >= most), UNLOADED_LENGTHS[-1])
     lengths = [t for t in UNLOADED_LENGTHS if t <= enough and t + UNLOADED_ANSWER <= runs.longest_tokens]
@@ -41,14 +44,40 @@ def fix_targets(runs: Runs, variant: Variant) -> LengthSlo:
         for number, tokens in enumerate(warm_up + lengths * UNLOADED_REPEATS)
     ]
     workload = Workload(name="unloaded", seed=0, asks=tuple(asks), concurrency=1)
-    with runs.serve(variant) as target:
-        records = runs.drive(target, workload, "unloaded").run.records[len(warm_up) :]
-    unloaded = [
-        (tokens, float(np.median([r.ttft_s for r in records if r.kind == str(tokens) and r.ttft_s is not None])))
-        for tokens in lengths
-    ]
-    tpot_s = float(np.median([r.tpot_s for r in records if r.tpot_s is not None]))
-    return LengthSlo(floor_s=TTFT_FLOOR_S, factor=FACTOR, unloaded=tuple(unloaded), tpot_s=FACTOR * tpot_s)
+    for _ in range(2):  # again on a server that has not seen these prompts
+        with runs.serve(variant) as target:
+            driven = runs.drive(target, workload, "unloaded")
+        fault = runs.fault(driven, None)
+        if not fault:
+            break
+    slo = _targets(driven.run.records[len(warm_up) :], lengths)
+    return slo, Aside(fault=fault, health=driven.run.health, others_cores=driven.others_cores)
+
+
+def _targets(records: Sequence[Record], lengths: Sequence[int]) -> LengthSlo:
+    """Raises ServeError if a length was not answered: no target may come from nothing."""
+    finished = [record for record in records if record.state == "finished"]
+    unloaded = []
+    for tokens in lengths:
+        found = [r.ttft_s for r in finished if r.kind == str(tokens) and r.ttft_s is not None]
+        if not found:
+            raise _unanswered(f"prompts of {tokens} tokens", [r for r in records if r.kind == str(tokens)])
+        unloaded.append((tokens, float(np.median(found))))
+    gaps = [r.tpot_s for r in finished if r.tpot_s is not None]
+    if not gaps:
+        raise _unanswered("any prompt with more than one token", records)
+    return LengthSlo(
+        floor_s=TTFT_FLOOR_S, factor=FACTOR, unloaded=tuple(unloaded), tpot_s=FACTOR * float(np.median(gaps))
+    )
+
+
+def _unanswered(what: str, records: Sequence[Record]) -> ServeError:
+    why = sorted({f"{r.state} {r.reason}: {r.message}".strip(" :") for r in records if r.state != "finished"})
+    said = f" ({'; '.join(why[:3])})" if why else ""
+    return ServeError(
+        f"no targets can be fixed: the unloaded server answered {what} in none of {len(records)} tries{said}; see its "
+        "log below arms/, bound the lengths with --max-total-tokens if they are too long for it, and compare again"
+    )
 
 
 def patience_s(slo: LengthSlo, asks: Sequence[Ask]) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -14,7 +14,11 @@ from trtpd.perf.slo import LengthSlo
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What makes two comparisons the same one. An outside arm may join later."""
+    """What makes two comparisons the same one. An outside arm may join later.
+
+    `requests`: all that shapes them but rate, number and the run's own seed · `settings`: the build's, without pools ·
+    `variants`: what each is made of. These are None in a plan of an older trtpd, which did not note them.
+    """
 
     fingerprint: str
     workload: str
@@ -22,6 +26,19 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     point_s: float
     cores: tuple[int, ...]
     chunks: tuple[int, ...]
+    definition: str = "trtpd"
+    requests: dict[str, object] | None = None
+    settings: dict[str, object] | None = None
+    variants: dict[str, object] | None = None
+
+
+class Aside(msgspec.Struct, frozen=True, kw_only=True):
+    """A run beside the loaded ones (on the unloaded server, or of interference), without its records. `fault`: why its
+    figures are not to be trusted, though it was made twice."""
+
+    fault: str
+    health: ClientHealth
+    others_cores: float
 
 
 class PointFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,12 +59,15 @@ class PointFile(msgspec.Struct, frozen=True, kw_only=True):
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
     """What the tuning of an arm found: the variant taken, the share served within targets (mean over scales of them) of
-    all that were tried, and what was not tried since the search had no reason to."""
+    all that were tried, and what was not tried since the search had no reason to. `unusable`: variants that are not
+    ranked since their runs were disturbed, and how. `origin`: the comparison it was taken from, if it was another."""
 
     arm: str
     variant: str
     tried: dict[str, float]
     untried: tuple[str, ...] = ()
+    unusable: dict[str, str] = {}
+    origin: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,18 +77,20 @@ class Point:
     file: PointFile
     records: tuple[Record, ...]
     figures: Figures
+    definition: str = "trtpd"
 
     @property
-    def good_per_s(self) -> float:
-        good = self.figures.goodput["trtpd"].per_s
-        return good.value if good is not None else 0.0
+    def good_per_s(self) -> float | None:
+        """By the comparison's definition; None where that has a goal and it was missed."""
+        good = self.figures.goodput[self.definition].per_s
+        return None if good is None else good.value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """Everything there is so far. `rates`: those that some arm was measured at. `skipped`: what was not measured, and
     why. `late_limit_s`: see client_health. `patience_s`: after so long a client gives up. `complete`: all steps were
-    made."""
+    made. `asides`: runs beside the loaded ones, by what they were. `tuned_on`: what requests the tuning had."""
 
     plan: Plan
     slo: LengthSlo
@@ -82,3 +104,5 @@ class Comparison:
     skipped: tuple[str, ...] = ()
     late_limit_s: float = 0.0
     patience_s: float = 0.0
+    asides: dict[str, Aside] = field(default_factory=dict)
+    tuned_on: str = ""

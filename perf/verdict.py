@@ -8,48 +8,59 @@ from dataclasses import dataclass
 import numpy as np
 
 from trtpd.perf.compare_arms import CHUNKED, COLOCATED, SPLIT
+from trtpd.perf.compare_ratio import Ratio, Served, ratio_at, ratio_of_bests, served, usable
 from trtpd.perf.comparison import Comparison, Point
-from trtpd.perf.goodput import attainment_over_scale
+from trtpd.perf.goodput import DEFINITIONS, attainment_over_scale
 from trtpd.perf.records import Record
 from trtpd.perf.report import number
 
-CLEAR = 1.1
-"""Below this ratio two arms are called alike."""
-
 TARGETS = {COLOCATED: 2.0, CHUNKED: 1.2}
 STEADY = 1.3
+WORDS = {
+    "ahead": "disaggregation pays here",
+    "behind": "disaggregation does not pay here",
+    "not shown": "it is not shown whether disaggregation pays here",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Best:
-    """An arm's highest goodput over the rates it was measured at most often (one lucky run is no best): mean over
-    repeats, and its least and greatest."""
+    """An arm's highest goodput over the rates it was measured at most often (one lucky run is no best): over all its
+    `runs` there, and its least and greatest run."""
 
     rate: float
     goodput: float
     low: float
     high: float
+    runs: int
 
 
-def usable(points: Sequence[Point], arm: str, rate: float | None = None) -> list[Point]:
-    """An arm's runs whose figures may be used."""
-    return [p for p in points if p.file.arm == arm and not p.file.fault and (rate is None or p.file.rate == rate)]
+def goodput_at(points: Sequence[Point], arm: str, rate: float) -> list[float | None]:
+    """Goodput (requests/s) of each usable run; None where the definition's goal was missed."""
+    return [point.good_per_s for point in usable(points, arm, rate)]
 
 
-def goodput_at(points: Sequence[Point], arm: str, rate: float) -> list[float]:
-    """Goodput (requests/s) of each usable run."""
-    goods = [point.figures.goodput["trtpd"].per_s for point in usable(points, arm, rate)]
-    return [good.value for good in goods if good is not None]
+def measured(comparison: Comparison, arm: str) -> list[Served]:
+    """What an arm served at each rate it was measured at."""
+    return [found for rate in comparison.rates if (found := served(comparison, arm, rate)) is not None]
+
+
+def most_often(comparison: Comparison, arm: str) -> list[Served]:
+    """Those of the rates it was measured at most often."""
+    found = measured(comparison, arm)
+    most = max((one.runs for one in found), default=0)
+    return [one for one in found if one.runs == most]
 
 
 def best(comparison: Comparison, arm: str) -> Best | None:
-    """None for an arm without a usable run."""
+    """None for an arm without a usable run, or one that missed the definition's goal at all of the rates it was
+    measured at most often."""
     found: Best | None = None
-    runs = {rate: goodput_at(comparison.points, arm, rate) for rate in comparison.rates}
-    most = max(map(len, runs.values()), default=0)
-    for rate, values in runs.items():
-        if values and len(values) == most and (found is None or float(np.mean(values)) > found.goodput):
-            found = Best(rate=rate, goodput=float(np.mean(values)), low=min(values), high=max(values))
+    for one in most_often(comparison, arm):
+        if one.per_s is None or (found is not None and one.per_s <= found.goodput):
+            continue
+        runs = [value for value in goodput_at(comparison.points, arm, one.rate) if value is not None] or [one.per_s]
+        found = Best(rate=one.rate, goodput=one.per_s, low=min(runs), high=max(runs), runs=one.runs)
     return found
 
 
@@ -77,17 +88,15 @@ def short_kind(comparison: Comparison) -> str | None:
 
 def verdict(comparison: Comparison) -> list[str]:
     """When disaggregation pays here and when it does not, as far as the runs say."""
-    split = best(comparison, SPLIT)
-    if split is None:
+    if not measured(comparison, SPLIT):
         return ["No usable run of the disaggregated arm yet: no verdict."]
     lines = []
     for arm, target in TARGETS.items():
-        other = best(comparison, arm)
-        if other is None:
+        if not measured(comparison, arm):
             lines.append(f"No usable run of {arm} yet.")
             continue
-        lines.append(_against(split, other, arm, target))
-    lines += _crossing(comparison)
+        lines.append(_against(comparison, arm, target))
+        lines.append(_at_equal_rates(comparison, arm))
     lines += _steadiness(comparison)
     lines += _cost(comparison)
     if not comparison.complete:
@@ -95,42 +104,74 @@ def verdict(comparison: Comparison) -> list[str]:
     return lines
 
 
-def _against(split: Best, other: Best, arm: str, target: float) -> str:
-    if other.goodput <= 0.0:
-        return (
-            f"{arm} served no request within the targets at any rate; disaggregated {number(split.goodput)} a second."
-        )
-    ratio = split.goodput / other.goodput
-    overlap = split.low <= other.high and other.low <= split.high
-    word = (
-        "pays"
-        if ratio > CLEAR and not overlap
-        else "costs"
-        if ratio < 1 / CLEAR and not overlap
-        else "makes no clear difference"
-    )
-    return (
-        f"Against {arm}, disaggregation {word} here: best goodput {number(split.goodput)} against "
-        f"{number(other.goodput)} requests/s, {ratio:.2f} times (aim: {target:g}, "
-        f"{'reached' if ratio >= target else 'not reached'})."
-    )
+def best_ratio(comparison: Comparison, arm: str) -> Ratio | None:
+    """Of the disaggregated arm's best goodput to another's. Where the definition has a goal each resample has a best
+    rate of its own."""
+    chosen: list[list[float]] = []
+    for name in (SPLIT, arm):
+        rates = [one.rate for one in most_often(comparison, name)]
+        top = best(comparison, name)
+        if top is not None and DEFINITIONS[comparison.plan.definition].goal is None:
+            rates = [top.rate]
+        chosen.append(rates)
+    return ratio_of_bests(comparison, SPLIT, arm, (chosen[0], chosen[1]))
 
 
-def _crossing(comparison: Comparison) -> list[str]:
-    """The rates at which it pays against the better of the two others."""
-    wins: list[str] = []
-    losses: list[str] = []
-    for rate in comparison.rates:
-        mine = goodput_at(comparison.points, SPLIT, rate)
-        others = [values for arm in TARGETS if (values := goodput_at(comparison.points, arm, rate))]
-        if mine and others:
-            (wins if min(mine) > max(max(values) for values in others) else losses).append(f"{rate:g}")
-    found = []
-    if wins:
-        found.append(f"It is ahead of both at {', '.join(wins)} requests/s in every repeat.")
-    if losses:
-        found.append(f"It is not clearly ahead at {', '.join(losses)} requests/s.")
-    return found
+def _against(comparison: Comparison, arm: str, target: float) -> str:
+    sides = f"{_best_text(comparison, SPLIT)} against {_best_text(comparison, arm)}"
+    ratio = best_ratio(comparison, arm)
+    assert ratio is not None, "both have usable runs"
+    return f"Against {arm}, {WORDS[ratio.word]}: {sides}; {ratio_text(ratio)}; aim {target:g}: {_aim(ratio, target)}."
+
+
+def _aim(ratio: Ratio, target: float) -> str:
+    if ratio.word != "not shown" and ratio.low >= target:
+        return "reached"
+    return "not reached" if ratio.high < target else "not shown to be reached"
+
+
+def ratio_text(ratio: Ratio) -> str:
+    """1.66 times (95 %: 1.31 to 2.1)."""
+    if np.isinf(ratio.value):
+        return f"no ratio, since the other served none (95 %: from {number(ratio.low)} times on)"
+    high = "no bound" if np.isinf(ratio.high) else number(ratio.high)
+    return f"{number(ratio.value)} times (95 %: {number(ratio.low)} to {high})"
+
+
+def _best_text(comparison: Comparison, arm: str) -> str:
+    """An arm's best, or where it has none, and what it did at rates that it was measured at less often."""
+    top = best(comparison, arm)
+    often = most_often(comparison, arm)
+    if top is not None and top.goodput > 0.0:
+        return f"best goodput {number(top.goodput)} requests/s at {top.rate:g} ({_runs_text(top.runs)})"
+    judge = DEFINITIONS[comparison.plan.definition]
+    what = "no request within the targets" if judge.goal is None else f"less than {judge.goal:.0%} within the targets"
+    rates = ", ".join(f"{one.rate:g}" for one in often)
+    said = f"{what} at {rates} requests/s ({_runs_text(often[0].runs)}{' each' if len(often) > 1 else ''})"
+    others = [one for one in measured(comparison, arm) if one.runs < often[0].runs and one.per_s]
+    if others:
+        more = ", ".join(f"{number(one.per_s)} at {one.rate:g} ({_runs_text(one.runs)})" for one in others)
+        said += f", though {more}"
+    return said
+
+
+def _runs_text(runs: int) -> str:
+    return "1 run" if runs == 1 else f"{runs} runs"
+
+
+def equal_rates(comparison: Comparison, arm: str) -> list[tuple[float, Ratio]]:
+    """The rates at which the disaggregated arm and another were both measured, on the same requests."""
+    found = ((rate, ratio_at(comparison, SPLIT, arm, rate)) for rate in comparison.rates)
+    return [(rate, ratio) for rate, ratio in found if ratio is not None]
+
+
+def _at_equal_rates(comparison: Comparison, arm: str) -> str:
+    """Rate by rate."""
+    found = equal_rates(comparison, arm)
+    if not found:
+        return f"Disaggregated and {arm} were measured at no rate in common."
+    said = [f"{ratio.word} at {rate:g} requests/s, {ratio_text(ratio)}" for rate, ratio in found]
+    return f"Requests within the targets at equal rates, disaggregated beside {arm}: {'; '.join(said)}."
 
 
 def _steadiness(comparison: Comparison) -> list[str]:
@@ -189,13 +230,24 @@ def _cost(comparison: Comparison) -> list[str]:
 
 
 def scale_curve(comparison: Comparison, arm: str, rate: float, scales: Sequence[float]) -> list[tuple[float, float]]:
-    """Goodput over the scale of all targets, mean over the usable repeats."""
+    """Goodput over the scale of all targets, mean over the usable repeats; not a number where one of them missed the
+    definition's goal."""
+    goal = DEFINITIONS[comparison.plan.definition].goal
     curves = []
     for point in usable(comparison.points, arm, rate):
         figures = point.figures
-        shares = attainment_over_scale(point.records, comparison.slo, scales, warm_up_s=figures.warm_up_s)
+        shares = attainment_over_scale(
+            point.records, comparison.slo, scales, warm_up_s=figures.warm_up_s, definition=comparison.plan.definition
+        )
         offered = figures.offered_per_s or 0.0
-        curves.append([(share or 0.0) * offered for _, share in shares])
+        curves.append([_counted(share or 0.0, goal) * offered for _, share in shares])
     if not curves:
         return []
     return [(scale, float(np.mean(values))) for scale, values in zip(scales, zip(*curves, strict=True), strict=True)]
+
+
+def _counted(share: float, goal: float | None) -> float:
+    """What of the offered counts."""
+    if goal is None:
+        return share
+    return 1.0 if share >= goal else float("nan")

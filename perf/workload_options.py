@@ -85,11 +85,6 @@ def analyzer_wanted(args: argparse.Namespace) -> Wanted:
 
 def compare_wanted(args: argparse.Namespace) -> Wanted:
     """Of `trtpd compare`, which has rates and seeds of its own. Raises InputError."""
-    if is_saved(args.workload):
-        raise InputError(
-            f"--workload {args.workload} and compare: it asks at several rates, and a saved workload has one; name "
-            "what it was made from"
-        )
     here = {"requests": WORKLOAD["requests"]}
     refuse_beside(args, here, "compare", "how many there are follows from the rate and --point-s")
     here = {"time_scale": WORKLOAD["time_scale"]}

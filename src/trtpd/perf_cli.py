@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 MS = 1e3
 URL = "127.0.0.1:8001"
 TIMEOUT_S = 120.0
+DEFINITIONS = ("trtpd", "distserve", "mooncake")
 
 
 def add_workload_arguments(sub: argparse.ArgumentParser, *, name: str | None = None, requests: int = 200) -> None:
@@ -291,6 +292,12 @@ def add_compare(sub: argparse.ArgumentParser) -> None:
     )
     runs.add_argument("--chunks", default="32,64,128,256,512", metavar="N,...", help="chunk sizes the tuning may try")
     runs.add_argument(
+        "--definition",
+        choices=DEFINITIONS,
+        default=DEFINITIONS[0],
+        help="of goodput: our own, DistServe's (a rate counts if 90 %% meet both targets) or Mooncake's",
+    )
+    runs.add_argument(
         "--like",
         type=Path,
         metavar="FOLDER",
@@ -336,6 +343,7 @@ def compare(args: argparse.Namespace) -> int:
         chunks=numbers(args.chunks, int, "--chunks"),
         outside=args.outside,
         like=args.like,
+        definition=args.definition,
     )
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does: its servers go with it
     with console.progress() as progress:

@@ -2,16 +2,23 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from trtpd_testing.fake_servers import fake_openai
 
+from trtpd import perf_cli
 from trtpd.build.manifest import MANIFEST, read_manifest
-from trtpd.errors import InputError
+from trtpd.errors import InputError, ServeError
 from trtpd.perf import compare_points, compare_report, compare_targets, interference
+from trtpd.perf.arrivals import parse
 from trtpd.perf.bench import Target
 from trtpd.perf.client import Run
 from trtpd.perf.client_health import LATE_FLOOR_S, ClientHealth, late_limit_for
@@ -19,14 +26,16 @@ from trtpd.perf.compare import CompareOptions, Comparer
 from trtpd.perf.compare_arms import CHUNKED, COLOCATED, OUTSIDE, SPLIT, Variant, cores_of, next_variant, variants
 from trtpd.perf.compare_folder import Folder
 from trtpd.perf.compare_points import Points
-from trtpd.perf.compare_runs import Runs
+from trtpd.perf.compare_runs import DisturbedError, Driven, Runs
+from trtpd.perf.compare_stretch import stretch, told
 from trtpd.perf.comparison import PointFile
-from trtpd.perf.goodput import account
+from trtpd.perf.goodput import DEFINITIONS, account
 from trtpd.perf.lengths import LengthFit
-from trtpd.perf.make_workload import Wanted
+from trtpd.perf.make_workload import Wanted, make
 from trtpd.perf.priority import AUTOGROUP, before_others
 from trtpd.perf.records import FORMAT, Record, RunInfo
 from trtpd.perf.slo import FixedSlo, LengthSlo
+from trtpd.perf.traces import TraceOptions
 from trtpd.perf.verdict import best, verdict
 
 POOL = {"instances": 1, "tp": 1, "threads": 1, "max_batch": 8, "kv_tokens": 2048, "chunk_tokens": 256}
@@ -185,10 +194,11 @@ def test_a_run_is_accounted_for_once_and_again_if_it_was_made_anew(tmp_path, mon
         point_s=20.0,
         longest_tokens=1024,
         end_s=0.0,
+        cores=2,
         progress=lambda *_: None,
     )
     slo = LengthSlo(floor_s=1.0, factor=2.5, unloaded=((32, 0.1), (128, 0.2)), tpot_s=0.1)
-    points = Points(runs=runs, folder=Folder(tmp_path), slo=slo, cores=2)
+    points = Points(runs=runs, folder=Folder(tmp_path), slo=slo)
     points.keep("points", VARIANT, FILE, run_with(0.5))
     first = points.of("points", VARIANT, 1.0, 0)
     assert list(points.measured(VARIANT)) == [first]
@@ -214,8 +224,7 @@ def arms(monkeypatch):
             yield Target(url=server.address, openai=True)
 
     monkeypatch.setattr(Runs, "serve", serve)
-    monkeypatch.setattr(compare_points, "refuse_if_bottleneck", lambda *_: None)
-    monkeypatch.setattr(compare_points, "OTHERS_SHARE", 99.0)
+    monkeypatch.setattr(Runs, "fault", lambda *_: "")
     monkeypatch.setattr(interference, "FIRST_PROMPT_S", 0.2)
     monkeypatch.setattr(interference, "LEAST_PAUSE_S", 0.2)
     monkeypatch.setattr(compare_targets, "FACTOR", 0.625)  # of a colocated gap: between the other two
@@ -223,9 +232,17 @@ def arms(monkeypatch):
 
 
 def options(tmp_path, **more) -> CompareOptions:
-    wanted = Wanted(name="mixed", fit=LengthFit(scale=0.02))
-    defaults: dict[str, Any] = {"rates": (20.0, 40.0), "repeats": 1, "point_s": 0.5, "budget_s": 600.0, "chunks": (64,)}
-    return CompareOptions(build=tmp_path / "build", wanted=wanted, folder=tmp_path / "cmp", **(defaults | more))
+    defaults: dict[str, Any] = {
+        "build": tmp_path / "build",
+        "folder": tmp_path / "cmp",
+        "wanted": Wanted(name="mixed", fit=LengthFit(scale=0.02)),
+        "rates": (20.0, 40.0),
+        "repeats": 1,
+        "point_s": 0.5,
+        "budget_s": 600.0,
+        "chunks": (64,),
+    }
+    return CompareOptions(**(defaults | more))
 
 
 @pytest.mark.slow
@@ -249,32 +266,216 @@ def test_a_comparison_measures_all_arms_says_what_it_found_and_goes_on_where_it_
     drawn = {path.stem for path in (page.parent / "plots").iterdir()}
     assert {"goodput", "slo_scale", "interference", "cpu"} <= drawn
     assert len(json.loads((page.parent / "report.json").read_text())["points"]) == 6
-    with pytest.raises(InputError, match="another comparison"):
-        Comparer(options(tmp_path, point_s=0.7), lambda *_: None)
+    for text in (page.read_text(), json.dumps(compare_report.document(whole))):
+        assert "disaggregated" in text
 
 
 @pytest.mark.slow
 def test_a_run_that_other_work_disturbed_is_made_again_before_anything_follows_from_it(tmp_path, arms, monkeypatch):
     """Here that is the first run of each kind, arm and rate."""
     made: set[tuple[object, ...]] = set()
-    calm = []
-    measure = Points.measure
+    calm = [True]
+    measure, interfere = Points.measure, Comparer._interfere
+
+    def noted(run):
+        calm.append(run in made)
+        made.add(run)
 
     def measured(points, kind, variant, target, rate, repeat):
-        calm.append((kind, variant.label, rate, repeat) in made)
-        made.add((kind, variant.label, rate, repeat))
+        noted((kind, variant.label, rate, repeat))
         return measure(points, kind, variant, target, rate, repeat)
 
+    def interfered(comparer, variant, target_of):
+        noted(("interference", variant.label))
+        interfere(comparer, variant, target_of)
+
     monkeypatch.setattr(Points, "measure", measured)
-    monkeypatch.setattr(Points, "_fault", lambda *_: "" if calm[-1] else "other work took a core meanwhile")
+    monkeypatch.setattr(Comparer, "_interfere", interfered)
+    monkeypatch.setattr(Runs, "fault", lambda *_: "" if calm[-1] else "other work took a core meanwhile")
     write_manifest(tmp_path, POOLS)
     whole = Comparer(options(tmp_path), lambda *_: None).run()
     assert whole.complete
     assert len(whole.points) == 6
     assert [point.file.fault for point in whole.points] == [""] * 6
+    assert [aside.fault for aside in whole.asides.values()] == [""] * 4
     tuned = {run for run in made if run[0] == "tuning"}
     assert tuned
-    assert len(calm) == 2 * len(made) == 2 * (6 + len(tuned))
+    assert len(calm) - 1 == 2 * len(made) == 2 * (6 + 3 + len(tuned))
+
+
+def refused(tmp_path, **more) -> str:
+    with pytest.raises(InputError) as error:
+        Comparer(options(tmp_path, **more), lambda *_: None)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"fit": LengthFit(scale=0.04)}, "requests.length_scale is 0.02 there and 0.04 here"),
+        ({"arrivals": parse("gamma:5")}, "requests.arrivals is poisson there and gamma:5 here"),
+        ({"seed": 3}, "seed is 0 there and 3 here"),
+        ({"name": "chat"}, "workload is mixed there and chat here"),
+        ({"fit": LengthFit(scale=0.02, max_prompt_tokens=9)}, "max_prompt_tokens is nothing there and 9 here"),
+    ],
+)
+def test_a_folder_goes_on_with_the_same_requests_only(tmp_path, change, said):
+    write_manifest(tmp_path, POOLS)
+    first = options(tmp_path)
+    for rates in ((20.0,), (30.0, 50.0)):
+        Comparer(replace(first, rates=rates, repeats=len(rates)), lambda *_: None)
+    message = refused(tmp_path, wanted=replace(first.wanted, **change))
+    assert said in message
+    assert "-o" in message
+
+
+def test_a_folder_goes_on_with_the_same_pools_settings_and_definition_only(tmp_path):
+    write_manifest(tmp_path, POOLS)
+    Comparer(options(tmp_path), lambda *_: None)
+    assert "point_s is 0.5 there and 0.7 here" in refused(tmp_path, point_s=0.7)
+    assert "definition is trtpd there and distserve here" in refused(tmp_path, definition="distserve")
+    Comparer(options(tmp_path, outside="server {port}"), lambda *_: None)
+    shutil.rmtree(tmp_path / "build")
+    write_manifest(tmp_path, POOLS | {"decode": POOL | {"cores": [1], "max_batch": 16}})
+    assert "max_batch is 8 there and 16 here" in refused(tmp_path)
+
+
+def test_another_trace_file_of_the_same_name_is_another_comparison(tmp_path):
+    write_manifest(tmp_path, POOLS)
+    trace = tmp_path / "t.csv"
+    rows = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(f"{n},{n + 1},3\n" for n in range(50))
+    trace.write_text(rows)
+    wanted = Wanted(name=f"trace:{trace}")
+    Comparer(options(tmp_path, wanted=wanted), lambda *_: None)
+    assert "trace_offset is 0 there and 5 here" in refused(
+        tmp_path, wanted=replace(wanted, trace=TraceOptions(offset=5))
+    )
+    assert "--time-scale 2 and --rate" in refused(tmp_path, wanted=replace(wanted, trace=TraceOptions(time_scale=2.0)))
+    trace.write_text(rows + "51,7,7\n")
+    assert "requests.trace is" in refused(tmp_path, wanted=wanted)
+
+
+OLD_PLAN = {
+    "fingerprint": "f", "workload": "mixed", "seed": 0, "point_s": 0.5, "cores": [0, 1], "chunks": [64],
+}  # fmt: skip
+
+
+def older(folder) -> LengthSlo:
+    """What an older trtpd left: no word of requests, settings or variants."""
+    slo = LengthSlo(floor_s=1.0, factor=2.5, unloaded=((32, 0.1), (128, 0.2)), tpot_s=0.1)
+    (folder / "tuning").mkdir(parents=True)
+    (folder / "plan.json").write_bytes(msgspec.json.encode(OLD_PLAN))
+    (folder / "slo.json").write_bytes(msgspec.json.encode(slo))
+    choices = {
+        "colocated": (COLOCATED, "1 x 2 threads"),
+        "colocated-chunked": (CHUNKED, "2 x 1 threads, chunks of 64"),
+        "disaggregated": (SPLIT, "1 prefill : 1 decode, chunks of 64"),
+    }
+    for name, (arm, variant) in choices.items():
+        old = {"arm": arm, "variant": variant, "tried": {variant: 0.5}, "untried": []}
+        (folder / "tuning" / f"choice.{name}.json").write_bytes(msgspec.json.encode(old))
+    return slo
+
+
+def test_an_older_comparison_gives_its_targets_and_tuning_but_does_not_go_on(tmp_path, arms):
+    write_manifest(tmp_path, POOLS)
+    slo = older(tmp_path / "old")
+    assert "--like" in refused(tmp_path, folder=tmp_path / "old")
+    like = options(tmp_path, like=tmp_path / "old", budget_s=1.0)
+    found = Comparer(like, lambda *_: None).run()
+    assert found.slo == slo
+    assert arms == []
+    assert {choice.variant for choice in found.choices} == {
+        "1 x 2 threads", "2 x 1 threads, chunks of 64", "1 prefill : 1 decode, chunks of 64",
+    }  # fmt: skip
+    assert all("old (mixed, by trtpd)" in choice.origin for choice in found.choices)
+    assert any("another build" in line for line in compare_report.remarks(found))
+    assert Comparer(options(tmp_path, budget_s=1.0), lambda *_: None).run().choices == found.choices
+    other = older(tmp_path / "other")
+    (tmp_path / "other" / "slo.json").write_bytes(msgspec.json.encode(msgspec.structs.replace(other, tpot_s=0.2)))
+    with pytest.raises(InputError, match=r"has its own targets.*-o"):
+        Comparer(options(tmp_path, like=tmp_path / "other", budget_s=1.0), lambda *_: None).run()
+
+
+def test_what_has_no_other_requests_to_tune_by_is_refused(tmp_path):
+    write_manifest(tmp_path, POOLS)
+    for name in ("/none/x.jsonl", "x.jsonl.gz"):
+        message = refused(tmp_path, wanted=Wanted(name=name))
+        assert "saved workload" in message
+        assert "trtpd bench" in message
+    assert "closed loop of 4" in refused(tmp_path, wanted=Wanted(name="chat", concurrency=4))
+
+
+def runs_of(tmp_path, wanted, **more) -> Runs:
+    return Runs(
+        build=tmp_path, folder=tmp_path, wanted=wanted, point_s=20.0, longest_tokens=1024, end_s=0.0, cores=2,
+        progress=lambda *_: None, **more,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["trace:azure-conv", "trace:mooncake", "mixed"])
+def test_tuning_and_each_repeat_have_requests_of_their_own(tmp_path, name):
+    runs = runs_of(tmp_path, Wanted(name=name, fit=LengthFit(scale=0.1)))
+    asked = [make(runs.asked(2.0, repeat)).asks for repeat in (None, 0, 1, 2)]
+    lengths = [tuple(ask.total_tokens for ask in asks) for asks in asked]
+    assert len(set(lengths)) == 4
+    assert {len(asks) for asks in asked} == {40}
+    assert make(runs.asked(2.0, 1)).asks == asked[2]
+    if name != "mixed":
+        longest = max(ask.total_tokens for ask in runs.sample)
+        assert all(ask.total_tokens <= longest for asks in asked for ask in asks)
+        rows = [one for repeat in (None, 0, 1, 2) if (one := runs.stretch(40, repeat)) is not None]
+        assert len(rows) == 4
+        assert not any(a.meets(b) for a, b in combinations(rows, 2))
+
+
+@pytest.mark.parametrize("name", ["rag", "trace:mooncake"])
+def test_no_run_asks_what_another_asked_the_same_server(tmp_path, name):
+    """A prefix cache would answer faster at the second rate. What is shared within a run stays shared."""
+    made = make(runs_of(tmp_path, Wanted(name=name)).asked(2.0, 0))
+    found = [compare_points.with_own_text(made, "points", rate, repeat) for rate in (1.0, 2.0) for repeat in (0, 1)]
+    seeds = [{one.seed for ask in workload.asks for one in ask.segments} for workload in found]
+    assert all(a.isdisjoint(b) for a, b in combinations(seeds, 2))
+    assert {len(one) for one in seeds} == {len({one.seed for ask in made.asks for one in ask.segments})}
+    assert [ask.prompt_tokens for ask in found[0].asks] == [ask.prompt_tokens for ask in made.asks]
+    assert compare_points.with_own_text(made, "points", 2.0, 1) == found[3]
+
+
+@pytest.mark.parametrize("name", ["trace:mooncake", "mixed"])
+def test_lengths_are_scaled_alike_in_all_runs(tmp_path, name):
+    """Left open, the factor would be each run's own."""
+    runs = runs_of(tmp_path, Wanted(name=name))
+    notes = {make(runs.asked(rate, repeat)).notes[0] for rate in (1.0, 3.0) for repeat in (None, 0, 1)}
+    assert len(notes) == 1
+    assert notes.pop().startswith("all lengths times 0.")
+    assert max(ask.total_tokens for ask in runs.sample) <= 1024
+
+
+def test_a_seed_can_never_be_the_tunings(tmp_path):
+    runs = runs_of(tmp_path, Wanted(name="chat", seed=7919))
+    assert len({runs.asked(1.0, repeat).seed for repeat in (None, 0, 1, 2)}) == 4
+
+
+@given(st.integers(1, 5000), st.integers(1, 400), st.integers(0, 15))
+def test_a_stretch_lies_inside_the_trace(rows, count, run):
+    found = stretch(rows, count, run)
+    assert found.first >= 0
+    assert found.count == min(count, rows)
+    assert found.first + found.count <= rows
+
+
+@given(st.integers(1, 400), st.integers(1, 16))
+def test_stretches_are_apart_where_the_trace_has_twice_what_is_asked(count, runs):
+    rows = 2 * count * runs
+    found = [(str(run), stretch(rows, count, run)) for run in range(runs)]
+    assert not any(a.meets(b) for (_, a), (_, b) in combinations(found, 2))
+    assert "of its own" in told(rows, found)
+
+
+def test_a_trace_that_is_too_short_is_said_to_be():
+    text = told(50, [("tuning", stretch(50, 20, 0)), ("repeat 1", stretch(50, 40, 1))])
+    assert "not long enough" in text
+    assert "tuning and repeat 1 share" in text
 
 
 def test_the_targets_come_from_an_unloaded_server_and_stay(tmp_path, arms):
@@ -284,3 +485,113 @@ def test_the_targets_come_from_an_unloaded_server_and_stay(tmp_path, arms):
     assert found.slo.floor_s == 1.0
     assert found.slo.tpot_s > 0.625 * 0.039  # no gap of that server is shorter than its sleep
     assert Comparer(options(tmp_path, budget_s=1.0), lambda *_: None).run().slo == found.slo
+
+
+@pytest.fixture
+def instant(monkeypatch):
+    """Runs that take no time: every request is served within its targets, but those whose kind is in `failing`."""
+    starts: list[str] = []
+    failing: list[str] = []
+
+    @contextmanager
+    def serve(runs, variant):
+        starts.append(variant.label)
+        yield Target(url="http://127.0.0.1:1", openai=True)
+
+    def driven(runs, target, workload, name, **more):
+        records = tuple(
+            Record(
+                number=number, kind=ask.kind, scheduled_s=ask.at_s or 0.0, prompt_tokens=ask.prompt_tokens,
+                max_tokens=ask.max_tokens, state="failed" if ask.kind in failing else "finished",
+                reason="worker_died" if ask.kind in failing else "",
+                at_s=() if ask.kind in failing else tuple((ask.at_s or 0.0) + 0.1 + 0.01 * i for i in range(2)),
+                tokens=() if ask.kind in failing else (1, 1),
+            )
+            for number, ask in enumerate(workload.asks)
+        )  # fmt: skip
+        info = RunInfo(
+            trtpd_records=FORMAT, workload=workload.name, seed=0, open_loop=True,
+            offered_until_s=workload.duration_s or 1.0, interrupted=False,
+        )  # fmt: skip
+        return Driven(run=Run(info=info, records=records, health=HEALTH), cpu_s={}, client_nice=0, others_cores=0.0)
+
+    monkeypatch.setattr(Runs, "serve", serve)
+    monkeypatch.setattr(Runs, "drive", driven)
+    return starts, failing
+
+
+@pytest.mark.parametrize("lengths", [("32", "128"), ("128",)])
+def test_no_target_comes_from_requests_that_failed(tmp_path, instant, lengths):
+    write_manifest(tmp_path, POOLS)
+    instant[1].extend(lengths)
+    with pytest.raises(ServeError, match=rf"prompts of {lengths[0]} tokens in none of 3.*worker_died"):
+        Comparer(options(tmp_path, wanted=Wanted(name="mixed", fit=LengthFit(scale=0.1))), lambda *_: None).run()
+    assert not (tmp_path / "cmp" / "slo.json").exists()
+
+
+def test_targets_of_a_disturbed_run_are_fixed_again_and_then_said_to_be(tmp_path, instant, monkeypatch):
+    write_manifest(tmp_path, POOLS)
+    with monkeypatch.context() as busy:
+        busy.setattr(Runs, "fault", lambda *_: "other work took 1.00 of the 2 cores meanwhile")
+        with pytest.raises(DisturbedError, match=r"no tuning run of colocated .*1 x 2 threads: other.*same command"):
+            Comparer(options(tmp_path), lambda *_: None).run()
+    assert instant[0] == ["1 x 2 threads"] * 4 + ["2 x 1 threads"] * 2  # two for the targets, two for each tuning
+    found = Comparer(options(tmp_path), lambda *_: None).run()
+    assert found.complete
+    assert not any(choice.unusable for choice in found.choices)
+    assert any("fixed the targets: disturbed" in line for line in compare_report.remarks(found))
+
+
+def test_a_variant_whose_tuning_was_disturbed_twice_is_not_ranked_and_said_to_be(tmp_path, instant, monkeypatch):
+    write_manifest(tmp_path, POOLS)
+    monkeypatch.setattr(Runs, "fault", lambda *_: "other work" if instant[0][-1] == "1 x 2 threads" else "")
+    found = Comparer(options(tmp_path), lambda *_: None).run()
+    choice = found.choices[0]
+    assert choice.variant == "2 x 1 threads"
+    assert set(choice.tried) == {"2 x 1 threads"}
+    assert choice.unusable == {"1 x 2 threads": "other work"}
+    assert any("not ranked in tuning" in line and "1 x 2 threads" in line for line in compare_report.remarks(found))
+
+
+@pytest.mark.parametrize("rates", [(), (20.0, 40.0)])
+def test_a_search_passes_over_what_cannot_be_used(tmp_path, instant, monkeypatch, rates):
+    write_manifest(tmp_path, POOLS)
+    names: list[str] = []
+    drive = Runs.drive
+
+    def driven(runs, target, workload, name, **more):
+        names.append(name)
+        return drive(runs, target, workload, name, **more)
+
+    monkeypatch.setattr(Runs, "drive", driven)
+    monkeypatch.setattr(Runs, "fault", lambda *_: "other work" * ("chunk" not in names[-1] and "points" in names[-1]))
+    found = Comparer(options(tmp_path, rates=rates, repeats=2), lambda *_: None).run()
+    assert found.complete
+    assert all(bool(point.file.fault) == (point.file.arm == COLOCATED) for point in found.points)
+    assert "No usable run of colocated yet." in verdict(found)
+
+
+@pytest.mark.parametrize(("definition", "top"), [("trtpd", 40.0), ("mooncake", 40.0), ("distserve", 20.0)])
+def test_a_comparison_is_by_the_definition_that_was_chosen(tmp_path, instant, monkeypatch, definition, top):
+    """At the higher rate every sixth request fails: DistServe's goal of 90 % is missed, and nothing is gained there."""
+    write_manifest(tmp_path, POOLS)
+    drive = Runs.drive
+
+    def driven(runs, target, workload, name, **more):
+        found = drive(runs, target, workload, name, **more)
+        hurt = (
+            msgspec.structs.replace(one, state="failed") if " at 40" in name and one.number % 6 == 0 else one
+            for one in found.run.records
+        )
+        return replace(found, run=replace(found.run, records=tuple(hurt)))
+
+    monkeypatch.setattr(Runs, "drive", driven)
+    found = Comparer(options(tmp_path, definition=definition), lambda *_: None).run()
+    assert {point.definition for point in found.points} == {definition}
+    assert best(found, SPLIT).rate == top
+    missed = [point.good_per_s is None for point in found.points if point.file.rate == 40.0]
+    assert missed == [definition == "distserve"] * 3
+
+
+def test_the_command_knows_all_definitions():
+    assert set(perf_cli.DEFINITIONS) == set(DEFINITIONS)
