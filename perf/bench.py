@@ -188,7 +188,7 @@ def drive(
         try:
             earlier = cpu_times(root)
             run = await client.run()
-            return run, cpu_times(root).since(earlier)
+            return run, cpu_times(root).since(earlier) if run.records else {}  # without a run, of no time at all
         finally:
             loop.remove_signal_handler(signal.SIGINT)
 

@@ -72,12 +72,7 @@ def write_report(
 
     Raises InputError if it can't be written.
     """
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined
-    )
-    # matplotlib escapes text of its own, and nothing else is in its SVG
-    drawn = {name: markupsafe.Markup(plots.svg(figure)) for name, figure in figures.items()}
-    html = environment.get_template("report.html.j2").render(page=page, svgs=drawn)
+    html = rendered(page, figures)
     encoded = msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"
     try:
         (folder / "plots").mkdir(parents=True, exist_ok=True)
@@ -92,6 +87,16 @@ def write_report(
             f"{folder}: the report can't be written there ({error.strerror}); {mend_of(error, ELSEWHERE)}"
         ) from error
     return folder / "report.html"
+
+
+def rendered(page: Page, figures: Mapping[str, Figure]) -> str:
+    """As HTML that needs no other file."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined
+    )
+    # matplotlib escapes text of its own, and nothing else is in its SVG
+    drawn = {name: markupsafe.Markup(plots.svg(figure)) for name, figure in figures.items()}
+    return environment.get_template("report.html.j2").render(page=page, svgs=drawn)
 
 
 COLUMNS: Sequence[str] = (

@@ -21,13 +21,17 @@ if TYPE_CHECKING:
     from trtpd.perf.slo import FixedSlo
 
 MS = 1e3
+URL = "127.0.0.1:8001"
+TIMEOUT_S = 120.0
 DEFINITIONS = ("trtpd", "distserve", "mooncake")
 
 
 def add_workload_arguments(
     sub: argparse.ArgumentParser, *, name: str | None = None, requests: int = 200, required: bool = True
 ) -> None:
-    """What is asked, how often, in which lengths. Without a default `name` it must be given if `required`."""
+    """What is asked, how often (`requests` where not given), in which lengths. Without a default `name` it must be
+    given if `required`."""
+    sub.set_defaults(usual_requests=requests)
     group = sub.add_argument_group("workload")
     group.add_argument(
         "--workload",
@@ -37,8 +41,8 @@ def add_workload_arguments(
         help="chat, rag, code, summarise, mixed, agent; trace:azure-code, trace:azure-conv, trace:mooncake, "
         "trace:FILE; or a saved workload (.jsonl, .jsonl.gz), replayed byte for byte",
     )
-    group.add_argument("--requests", type=int, default=requests, metavar="N", help="how many")
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed, the same requests")
+    group.add_argument("--requests", type=int, metavar="N", help=f"how many (default: {requests})")
+    group.add_argument("--seed", type=int, metavar="N", help="the same seed, the same requests (default: 0)")
     group.add_argument(
         "--arrivals",
         metavar="SHAPE",
@@ -49,46 +53,11 @@ def add_workload_arguments(
     )
     group.add_argument("--max-prompt-tokens", type=int, metavar="N", help="longer prompts are cut")
     group.add_argument("--max-total-tokens", type=int, metavar="N", help="prompt and answer (default: the server's)")
-    group.add_argument("--time-scale", type=float, default=1.0, metavar="F", help="of a trace: 0.5 is twice as fast")
-    group.add_argument("--trace-offset", type=int, default=0, metavar="N", help="of a trace: the first row to take")
+    group.add_argument("--time-scale", type=float, metavar="F", help="of a trace's own instants: 0.5 is twice as fast")
+    group.add_argument("--trace-offset", type=int, metavar="N", help="of a trace: the first row to take (default: 0)")
     group.add_argument(
         "--columns", metavar="MAP", help="of a trace:FILE: time=T,prompt=P,output=O[,hashes=H][,unit=ms][,block=512]"
     )
-
-
-def wanted_of(args: argparse.Namespace, *, rate: float | None, concurrency: int | None = None) -> Wanted:
-    """Raises InputError."""
-    from trtpd.perf.arrivals import parse
-    from trtpd.perf.lengths import LengthFit
-    from trtpd.perf.make_workload import Wanted, check_wanted
-    from trtpd.perf.traces import TraceOptions
-
-    fit = LengthFit(
-        scale=_scale(args.scale_lengths),
-        max_prompt_tokens=args.max_prompt_tokens,
-        max_total_tokens=args.max_total_tokens,
-    )
-    wanted = Wanted(
-        name=args.workload,
-        requests=args.requests,
-        seed=args.seed,
-        rate=rate,
-        concurrency=concurrency,
-        arrivals=parse(args.arrivals) if args.arrivals else None,
-        fit=fit,
-        trace=TraceOptions(columns=args.columns, offset=args.trace_offset, time_scale=args.time_scale),
-    )
-    check_wanted(wanted)
-    return wanted
-
-
-def _scale(text: str | None) -> float | None:
-    if text is None or text == "auto":
-        return None
-    try:
-        return float(text)
-    except ValueError as error:
-        raise InputError(f"--scale-lengths is {text!r}; give a number or auto") from error
 
 
 def command_line() -> str:
@@ -103,18 +72,17 @@ def add_bench(sub: argparse.ArgumentParser) -> None:
     load.add_argument("--concurrency", type=int, metavar="N", help="users that each wait for their answer, closed loop")
     server = sub.add_argument_group("server")
     server.add_argument(
-        "--url", type=argument_types.server, default="127.0.0.1:8001", metavar="HOST:PORT", help="Triton's gRPC address"
+        "--url", type=argument_types.server, metavar="HOST:PORT", help=f"Triton's gRPC address (default: {URL})"
     )
     server.add_argument("--openai", metavar="URL", help="an OpenAI server instead, http://HOST:PORT")
     server.add_argument("--model", metavar="NAME", help="default: pd; prefill_0 or decode_0 measure one stage")
     server.add_argument("--extra-body", metavar="JSON", help="merged into each OpenAI request; null takes a field out")
-    server.add_argument("--channels", type=argument_types.count, default=1, metavar="N", help="gRPC connections")
+    server.add_argument("--channels", type=argument_types.count, metavar="N", help="gRPC connections (default: 1)")
     server.add_argument(
         "--timeout-s",
         type=argument_types.some_seconds,
-        default=120.0,
         metavar="S",
-        help="a request that takes longer failed",
+        help=f"a request that takes longer failed (default: {TIMEOUT_S:g})",
     )
     size = server.add_mutually_exclusive_group()
     size.add_argument(
@@ -161,12 +129,13 @@ def bench(args: argparse.Namespace) -> int:
     from trtpd.perf.bench import BenchOptions
     from trtpd.perf.bench import bench as measure
     from trtpd.perf.bench_result import shortfall
+    from trtpd.perf.workload_options import bench_wanted
 
     if args.again is not None:
         return _bench_again(args)
     if args.workload is None:
         raise InputError("what is to be asked? give --workload NAME, or --again REPORT for a run that was made before")
-    wanted = wanted_of(args, rate=args.rate, concurrency=args.concurrency)
+    wanted = bench_wanted(args)
     if args.save is not None:
         return _save(args, wanted)
     options = BenchOptions(
@@ -174,7 +143,7 @@ def bench(args: argparse.Namespace) -> int:
         wanted=wanted,
         slo=fixed_slo(args),
         warm_up_s=args.warm_up_s,
-        timeout_s=args.timeout_s,
+        timeout_s=args.timeout_s or TIMEOUT_S,
         deployment=_deployment(args),
         definition=args.definition or DEFINITIONS[0],
         send_targets=not args.keep_targets,
@@ -211,14 +180,9 @@ def _bench_again(args: argparse.Namespace) -> int:
     from trtpd.perf.bench import bench_again
     from trtpd.perf.bench_folder import keep
     from trtpd.perf.bench_result import About
+    from trtpd.perf.workload_options import refuse_beside_again
 
-    idle = [
-        f"--{name.replace('_', '-')}"
-        for name in ("workload", "rate", "concurrency", "openai", "model", "extra_body", "save", "keep_targets")
-        if getattr(args, name)
-    ]
-    if idle:
-        raise InputError(f"--again measures nothing, so it takes no {', '.join(idle)}; leave it out, or --again")
+    refuse_beside_again(args)
     folder = args.output or args.again
     _need_plots()
     if folder.resolve() != args.again.resolve():
@@ -294,7 +258,7 @@ def _target(args: argparse.Namespace) -> Target:
             raise InputError("--extra-body must be a JSON object")
     if args.openai:
         return Target(url=args.openai, openai=True, model=args.model or "", extra=extra)
-    return Target(url=args.url, model=args.model or "pd", channels=args.channels)
+    return Target(url=args.url or URL, model=args.model or "pd", channels=args.channels or 1)
 
 
 def _deployment(args: argparse.Namespace) -> Deployment | None:
@@ -324,7 +288,7 @@ def add_perf_analyzer(sub: argparse.ArgumentParser) -> None:
     add_workload_arguments(sub, name="chat", requests=60)
     server = sub.add_argument_group("runs")
     server.add_argument(
-        "--url", type=argument_types.server, default="127.0.0.1:8001", metavar="HOST:PORT", help="Triton's gRPC address"
+        "--url", type=argument_types.server, default=URL, metavar="HOST:PORT", help="Triton's gRPC address"
     )
     server.add_argument("--model", default="pd", metavar="NAME", help="pd, prefill_N or decode_N")
     server.add_argument(
@@ -348,7 +312,7 @@ def add_perf_analyzer(sub: argparse.ArgumentParser) -> None:
         type=Path,
         default=Path("perf-analyzer"),
         metavar="FOLDER",
-        help="its inputs, exports and logs",
+        help="summary.json, loads.csv and report.html; its inputs, exports and logs",
     )
     sub.add_argument("args", nargs="*", metavar="-- ARGS", help="further arguments for perf_analyzer")
 
@@ -357,6 +321,7 @@ def perf_analyzer(args: argparse.Namespace) -> int:
     from trtpd.build.files import check_writable
     from trtpd.perf.analyze import AnalyzeOptions, analyze, table
     from trtpd.perf.perf_analyzer import Load
+    from trtpd.perf.workload_options import analyzer_wanted
 
     check_writable(args.output)
     loads = [Load(concurrency=number) for number in numbers(args.concurrency, int, "--concurrency")]
@@ -364,25 +329,27 @@ def perf_analyzer(args: argparse.Namespace) -> int:
     options = AnalyzeOptions(
         url=args.url,
         model=args.model,
-        wanted=wanted_of(args, rate=None),
+        wanted=analyzer_wanted(args),
         loads=loads or [Load(concurrency=1), Load(concurrency=4)],
         folder=args.output,
         repeats=args.repeats,
         budget_s=args.budget_s,
         ours=not args.alone,
         extra=args.args,
+        command=command_line(),
     )
     with console.progress() as progress:
         result = analyze(options, progress=progress)
+    status = 130 if result.stopped else 0
     if args.json:
         console.result(_plain(result), as_json=True)
-        return 0
+        return status
     shown = table(result)
     console.table(shown.headings, shown.rows, title=f"{result.tool}, model {result.model}, ms")
-    if not result.complete:
-        console.say(f"the budget of {args.budget_s:g} s ended before all runs were made")
-    print(args.output / "summary.json")
-    return 0
+    for remark in result.remarks:
+        console.say(remark)
+    print(args.output / "report.html")
+    return status
 
 
 Number = TypeVar("Number", int, float)
@@ -449,13 +416,14 @@ def compare(args: argparse.Namespace) -> int:
     from trtpd.perf import compare_report
     from trtpd.perf.compare import CompareOptions, Comparer
     from trtpd.perf.verdict import verdict
+    from trtpd.perf.workload_options import compare_wanted
 
     folder = args.output or Path("compare-" + "".join(c if c.isalnum() else "-" for c in args.workload))
     _need_plots()
     check_writable(folder)
     options = CompareOptions(
         build=args.build.resolve(),
-        wanted=wanted_of(args, rate=None),
+        wanted=compare_wanted(args),
         folder=folder,
         rates=numbers(args.rates, float, "--rates"),
         repeats=args.repeats,

@@ -30,6 +30,7 @@ from trtpd.perf.slo import FixedSlo
 from trtpd.perf.transport import Ending
 from trtpd.perf.workload import Ask, Workload
 from trtpd.perf.workload import load as load_workload
+from trtpd.perf.workload_options import bench_wanted
 
 
 def refuse(health, records):
@@ -50,7 +51,7 @@ def kept(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "my rep"
     with pytest.MonkeyPatch.context() as patch, fake_openai(fixed(0.01, 0.005, 6)) as server:
         patch.setattr(room, "refuse_if_bottleneck", lambda health, records: None)
-        more = ("--cores", "3", "--extra-body", '{"a b": 1}', "--timeout-s", "30", "--keep-targets")
+        more = ("--cores", "3", "--extra-body", '{"a b": 1}', "--timeout-s", "30")
         code, command = bench(server.address, folder, patch, *more)
     assert code == 0
     return folder, command, server.address
@@ -72,7 +73,8 @@ def test_page_and_figures_hold_the_command_and_one_that_asks_the_same_again(kept
     again = parsed(document["replay"])
     assert again.workload == str(folder / "workload.jsonl.gz")
     assert (again.openai, again.model, again.cores, again.timeout_s) == (address, None, 3, 30.0)
-    assert (again.ttft_ms, again.tpot_ms, again.warm_up_s, again.keep_targets) == (5000.0, 4000.5, 0.0, True)
+    assert (again.ttft_ms, again.tpot_ms, again.warm_up_s) == (5000.0, 4000.5, 0.0)
+    assert bench_wanted(again).name == again.workload
     assert json.loads(again.extra_body) == {"a b": 1}
 
 
@@ -97,7 +99,7 @@ def test_a_report_is_made_again_by_other_targets_without_the_server(kept, tmp_pa
 @pytest.mark.parametrize(
     ("arguments", "fault"),
     [
-        (["--again", "FOLDER", "--rate", "2", "--workload", "chat"], "takes no --workload, --rate"),
+        (["--again", "FOLDER", "--rate", "2", "--workload", "chat"], "--workload and --again"),
         (["--again", "FOLDER", "--warm-up-s", "1e6"], "leaves nothing"),
         (["--again", "nowhere"], "trtpd bench -o"),
         (["--rate", "2"], "--workload NAME"),

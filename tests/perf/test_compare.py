@@ -350,7 +350,7 @@ def test_another_trace_file_of_the_same_name_is_another_comparison(tmp_path):
     assert "trace_offset is 0 there and 5 here" in refused(
         tmp_path, wanted=replace(wanted, trace=TraceOptions(offset=5))
     )
-    assert "time_scale" in refused(tmp_path, wanted=replace(wanted, trace=TraceOptions(time_scale=2.0)))
+    assert "--time-scale 2 and --rate" in refused(tmp_path, wanted=replace(wanted, trace=TraceOptions(time_scale=2.0)))
     trace.write_text(rows + "51,7,7\n")
     assert "requests.trace is" in refused(tmp_path, wanted=wanted)
 
