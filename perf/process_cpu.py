@@ -41,7 +41,7 @@ def server_process(address: str) -> psutil.Process | None:
     """The process at the root of the server that listens on HOST:PORT here: `trtpd serve` if it is ours. None where
     the address is not this host's, or nothing of ours to see listens there. `address` may be a URL with a path, and
     then without a port. Raises InputError for one that is neither."""
-    host, port = _host_and_port(address)
+    host, port = host_and_port(address)
     if not _is_loopback(host):
         return None
     for connection in psutil.net_connections("tcp"):
@@ -51,7 +51,8 @@ def server_process(address: str) -> psutil.Process | None:
     return None
 
 
-def _host_and_port(address: str) -> tuple[str, int]:
+def host_and_port(address: str) -> tuple[str, int]:
+    """Of HOST:PORT, or of a URL with or without a port and a path. Raises InputError for what is neither."""
     try:
         parts = urlsplit(address if "://" in address else f"//{address}")
         port = parts.port or _PORTS.get(parts.scheme)

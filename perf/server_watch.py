@@ -6,16 +6,14 @@ import asyncio
 import itertools
 import socket
 from collections.abc import Awaitable, Callable
-from urllib.parse import urlsplit
 
 from trtpd.perf.client import Client
+from trtpd.perf.process_cpu import host_and_port
 from trtpd.perf.transport import Arrived, Ending, Question, Transport
 
 GONE_AFTER_S = 5.0
 LOOK_EVERY_S = 0.5
 CONNECT_TIMEOUT_S = 2.0
-
-_DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 class WatchedTransport:
@@ -112,9 +110,8 @@ class WatchedTransport:
 
 
 def listener(address: str) -> Callable[[], Awaitable[bool]]:
-    """Looks whether anything listens at HOST:PORT or http://HOST:PORT."""
-    parts = urlsplit(address if "://" in address else f"//{address}")
-    host, port = parts.hostname or "", parts.port or _DEFAULT_PORTS.get(parts.scheme, 0)
+    """Looks whether anything listens at HOST:PORT or http://HOST:PORT. Raises InputError for what is neither."""
+    host, port = host_and_port(address)
     return lambda: listens(host, port)
 
 
