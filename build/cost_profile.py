@@ -114,8 +114,12 @@ class TransferFit(_Part):
 
 
 class TransferCosts(_Part):
-    """One path, both ends on this host."""
+    """One path, both ends on this host, on the CPUs `source_cores` and `sink_cores`, digests over one block in
+    `digest_every` (0: none). None of it is known of a profile made before it was kept."""
 
+    digest_every: Count | None = None
+    source_cores: list[Count] | None = None
+    sink_cores: list[Count] | None = None
     points: list[TransferPoint]
     fit: TransferFit | None = None
 

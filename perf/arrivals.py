@@ -4,9 +4,11 @@
     poisson         independent arrivals
     gamma:CV        gaps with a coefficient of variation: above 1 burstier than Poisson, below 1 steadier
     bursts:ON,OFF   Poisson for ON seconds, then nothing for OFF seconds
-    ramp:A,B        Poisson whose rate goes evenly from A to B (in relation to each other)
+    ramp:A,B        Poisson whose rate goes evenly from A to B (in relation to each other), over as long as all of the
+                    requests take at the mean rate: all of them arrive within it
 
-The mean rate is what was asked for whatever the shape: bursts are denser where they are.
+The mean rate is what was asked for whatever the shape: bursts are denser where they are (it is that of whole bursts
+with the silence behind them).
 """
 
 from __future__ import annotations
@@ -44,20 +46,15 @@ def _bursts(count: int, rate: float, rng: np.random.Generator, numbers: tuple[fl
 
 
 def _ramp(count: int, rate: float, rng: np.random.Generator, numbers: tuple[float, ...]) -> Instants:
-    """Unit-rate arrivals sent through the inverse of the expected count, which is quadratic in time while the ramp
-    lasts and linear behind it."""
-    first, last = (2.0 * rate * number / sum(numbers) for number in numbers)
-    length_s = count / rate
-    expected = np.cumsum(rng.exponential(1.0, count))
-    slope = (last - first) / length_s
-    within = np.minimum(expected, count)
-    if abs(slope) * length_s < 1e-9 * rate:
-        instants = within / first
-    else:
-        # The form of the root that does not cancel for small slopes.
-        instants = 2.0 * within / (first + np.sqrt(np.maximum(first * first + 2.0 * slope * within, 0.0)))
-    behind = np.maximum(expected - count, 0.0) / max(last, 0.01 * rate)
-    return np.asarray(instants + behind, dtype=np.float64)
+    """Of a Poisson process that is known to have `count` arrivals in its `count / rate` seconds: given how many they
+    are, their places in the expected count are even, and the instants are those sent through its inverse. It is
+    quadratic in time: count x (f t + (1 - f) t^2), t from 0 to 1, f the first rate by the mean."""
+    f = 2.0 * numbers[0] / sum(numbers)
+    share = np.sort(rng.random(count))
+    # The form of the root that does not cancel for f near 1; where f is 0 and so is the share, so is the time.
+    root = f + np.sqrt(np.maximum(f * f + 4.0 * (1.0 - f) * share, 0.0))
+    time = np.divide(2.0 * share, root, out=np.zeros_like(share), where=root > 0.0)
+    return np.asarray(np.clip(time, 0.0, 1.0) * (count / rate), dtype=np.float64)
 
 
 BOUNDS = {"CV": (0.01, 100.0), "ON": (1e-3, 1e6), "OFF": (1e-3, 1e6), "A": (1e-6, 1e6), "B": (1e-6, 1e6)}

@@ -7,31 +7,32 @@ was slow.
 from __future__ import annotations
 
 import asyncio
-import os
+import json
 import signal
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from trtpd.errors import TrtpdError
+from trtpd.perf.bench_folder import keep, load
+from trtpd.perf.bench_result import About, Measured, ServerLook, Taken, measured_of
 from trtpd.perf.client import Client, ClientOptions, Run, no_progress
-from trtpd.perf.client_health import ClientHealth, refuse_if_bottleneck
+from trtpd.perf.client_health import BottleneckError, refuse_if_bottleneck
 from trtpd.perf.environment import Environment, this_environment
-from trtpd.perf.goodput import Deployment, Figures, account, attainment_over_scale
+from trtpd.perf.goodput import Deployment
 from trtpd.perf.make_workload import Wanted, make
 from trtpd.perf.openai_transport import OpenAiTransport
-from trtpd.perf.process_cpu import cpu_times, server_process
-from trtpd.perf.records import Record
+from trtpd.perf.process_cpu import cpu_times, server_process, usable_cores
 from trtpd.perf.slo import FixedSlo, Slo
 from trtpd.perf.transport import Transport
 from trtpd.perf.triton_transport import TritonTransport
 from trtpd.perf.workload import Workload
 from trtpd.runtime.serve.client import status
 
-SCALES = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0)
-PROMPT_TOLERANCE = 0.05
 SERVERS_TARGETS = " (from the server's pipeline file where not given)"
 
 Progress = Callable[[str, int, int], None]
@@ -60,8 +61,10 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOptions:
-    """`deployment` None: the CPUs of this host if the server runs here, else not known. `warm_up_s` None: a tenth of
-    the run. `send_targets`: the requests carry their targets, so that the router can plan and refuse by them. Targets
+    """`deployment` None: the CPUs that the server may use if it runs here, else not known. `warm_up_s` None: a tenth of
+    the run. `command`: what the user typed.
+
+    `send_targets`: the requests carry their targets, so that the router can plan and refuse by them. Targets
     that `slo` leaves open are those of the server's pipeline file, if it has some."""
 
     target: Target
@@ -72,50 +75,12 @@ class BenchOptions:
     deployment: Deployment | None = None
     send_targets: bool = True
     targets_remark: str = ""
+    command: str = ""
 
 
-class ServerLook(msgspec.Struct, frozen=True, kw_only=True):
-    """What the server says of itself around the run; counters, faults and events are those of the run."""
-
-    about: dict[str, str]
-    instances: dict[str, dict[str, Any]]
-    counters: dict[str, int]
-    faults: tuple[str, ...]
-    events: tuple[str, ...] = ()
-
-
-class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """report.json of a benchmark. `requests`: of the workload, those that an interrupted run did not come to included.
-    `cpu_s`: CPU seconds of each kind of process over `health.wall_s`."""
-
-    workload: str
-    seed: int
-    requests: int
-    notes: tuple[str, ...]
-    targets: str
-    slo: Slo
-    figures: Figures
-    health: ClientHealth
-    cpu_s: dict[str, float]
-    server: ServerLook | None
-    attainment_over_scale: tuple[tuple[float, float | None], ...]
-    prompt_tokens_served_per_asked: float | None
-    interrupted: bool
-    remarks: tuple[str, ...]
-    environment: Environment
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """A benchmark with all it saw."""
-
-    result: Result
-    workload: Workload
-    run: Run
-
-
-def bench(options: BenchOptions, *, progress: Progress = no_progress) -> Measured:
-    """Runs to the end of the workload, or until SIGINT, which ends it early with a report of what was seen so far.
+def bench(options: BenchOptions, *, progress: Progress = no_progress, folder: Path | None = None) -> Measured:
+    """Runs to the end of the workload, or until SIGINT, which ends it early with a report of what was seen so far. What
+    was seen is kept in `folder`, also where it is not reported.
 
     Raises InputError for a workload that can't be made, ServeError if the server can't be reached, BottleneckError
     instead of figures that would describe the client. Call it from the main thread.
@@ -124,14 +89,39 @@ def bench(options: BenchOptions, *, progress: Progress = no_progress) -> Measure
     options = with_servers_targets(options, before)
     wanted = fitted(options.wanted, before)
     workload = make(wanted)
-    environment = this_environment()
+    environment, here = this_environment(), _this_host(options.target)
     run, cpu_s = drive(options, workload, progress)
-    refuse_if_bottleneck(run.health, run.records)
-    return Measured(
-        result=result_of(options, workload, run, cpu_s, environment, _look(before, _status(options.target))),
-        workload=workload,
-        run=run,
-    )
+    about = _about(options, run, cpu_s, environment, options.deployment or here)
+    try:
+        server, fault = _look(before, _status(options.target)), ""
+    except TrtpdError as error:  # a server that went meanwhile takes no measured request along
+        server, fault = None, str(error)
+    about = msgspec.structs.replace(about, server=server, server_fault=fault)
+    try:
+        refuse_if_bottleneck(run.health, run.records)
+    except BottleneckError as error:
+        if folder is None:
+            raise
+        refused = f"{error}; what was seen is in {folder}"
+        keep(folder, Taken(about=msgspec.structs.replace(about, refused=refused), workload=workload, run=run))
+        raise BottleneckError(refused) from error
+    taken = Taken(about=about, workload=workload, run=run)
+    if folder is not None:
+        keep(folder, taken)
+    return measured_of(taken)
+
+
+def bench_again(folder: Path, change: Callable[[About], About] = lambda about: about, *, command: str = "") -> Measured:
+    """Figures of a run that was kept there, by other targets, warm-up or deployment if `change` sets such. `command`:
+    what the user typed.
+
+    Raises InputError for a folder that holds none, BottleneckError for a run that was refused: other targets don't
+    make its client a faster one.
+    """
+    taken = load(folder)
+    if taken.about.refused:
+        raise BottleneckError(taken.about.refused)
+    return measured_of(replace(taken, about=change(taken.about)), again=command)
 
 
 def fitted(wanted: Wanted, found: Mapping[str, Any] | None) -> Wanted:
@@ -172,7 +162,7 @@ def drive(options: BenchOptions, workload: Workload, progress: Progress) -> tupl
         try:
             earlier = cpu_times(root)
             run = await client.run()
-            return run, cpu_times(root).since(earlier)
+            return run, cpu_times(root).since(earlier) if run.records else {}  # without a run, of no time at all
         finally:
             loop.remove_signal_handler(signal.SIGINT)
 
@@ -180,76 +170,40 @@ def drive(options: BenchOptions, workload: Workload, progress: Progress) -> tupl
     return run, cpu_s | {"client": run.health.cpu_share * run.health.wall_s}
 
 
-def result_of(
-    options: BenchOptions,
-    workload: Workload,
-    run: Run,
-    cpu_s: dict[str, float],
-    environment: Environment,
-    server: ServerLook | None,
-) -> Result:
-    """All figures of a run."""
-    until_s = run.info.offered_until_s
-    deployment = options.deployment or _this_host(options.target)
-    figures = account(
-        run.records,
-        options.slo,
-        until_s=until_s,
+def _about(
+    options: BenchOptions, run: Run, cpu_s: dict[str, float], environment: Environment, deployment: Deployment | None
+) -> About:
+    return About(
+        slo=options.slo,
+        targets_remark=options.targets_remark,
         warm_up_s=options.warm_up_s,
         deployment=deployment,
-        seed=workload.seed,
-    )
-    scales = attainment_over_scale(run.records, options.slo, SCALES, warm_up_s=figures.warm_up_s)
-    ratio = _prompt_ratio(run.records)
-    return Result(
-        workload=workload.name,
-        seed=workload.seed,
-        requests=len(workload.asks),
-        notes=workload.notes,
-        targets=f"{options.slo}{options.targets_remark}",
-        slo=options.slo,
-        figures=figures,
+        command=options.command,
+        arguments=_arguments(options),
         health=run.health,
         cpu_s=cpu_s,
-        server=server,
-        attainment_over_scale=tuple(scales),
-        prompt_tokens_served_per_asked=ratio,
-        interrupted=run.info.interrupted,
-        remarks=tuple(remarks(figures, run, ratio, environment)),
         environment=environment,
     )
 
 
-def remarks(figures: Figures, run: Run, prompt_ratio: float | None, environment: Environment) -> list[str]:
-    """What a reader must know before he believes the figures."""
-    found = []
-    if run.info.interrupted:
-        found.append(f"Interrupted after {run.info.offered_until_s:.1f} s; what was under way then is unmeasured.")
-    for name, drift in figures.drift.items():
-        if drift.flagged:
-            found.append(
-                f"{name.upper()} drifted: the last third's median is {drift.ratio.value:.2f} times the first's "
-                f"({drift.ratio.low:.2f} to {drift.ratio.high:.2f}). This was no steady state."
-            )
-    if prompt_ratio is not None and abs(prompt_ratio - 1.0) > PROMPT_TOLERANCE:
-        found.append(f"The server counted {prompt_ratio:.2f} times the prompt tokens asked for (another tokenizer).")
-    if environment.load_average > 0.5 * environment.cpus_usable:
-        found.append(f"The load average was {environment.load_average:g} when the run began: other work ran here.")
-    if figures.offered < 100:
-        found.append(f"{figures.offered} requests are few for a p99; see its interval.")
-    return found
+def _arguments(options: BenchOptions) -> tuple[str, ...]:
+    """Of `trtpd bench`: which server is asked, and how."""
+    target, deployment = options.target, options.deployment
+    words = ["--openai" if target.openai else "--url", target.url]
+    words += ["--model", target.model] if target.model else []
+    words += ["--extra-body", json.dumps(dict(target.extra))] if target.extra else []
+    words += ["--channels", str(target.channels)] if target.channels != 1 else []
+    words += ["--timeout-s", f"{options.timeout_s:.12g}"]
+    words += [] if options.send_targets else ["--keep-targets"]
+    if deployment is not None:
+        words += ["--gpus" if deployment.unit == "GPU" else "--cores", str(deployment.units)]
+    return tuple(words)
 
 
 def _this_host(target: Target) -> Deployment | None:
-    if server_process(target.url) is None:
-        return None
-    return Deployment(units=len(os.sched_getaffinity(0)), unit="core")
-
-
-def _prompt_ratio(records: tuple[Record, ...]) -> float | None:
-    told = [(r.served_prompt_tokens, r.prompt_tokens) for r in records if r.served_prompt_tokens is not None]
-    asked = sum(prompt for _, prompt in told)
-    return sum(served for served, _ in told if served is not None) / asked if asked else None
+    """The CPUs that the server may use, not those of this client."""
+    cores = usable_cores(server_process(target.url))
+    return None if cores is None else Deployment(units=cores, unit="core")
 
 
 def _status(target: Target) -> dict[str, Any] | None:

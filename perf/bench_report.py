@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from trtpd.perf import plots
-from trtpd.perf.bench import Measured, Result
+from trtpd.perf.bench_folder import again_command, replay_command
+from trtpd.perf.bench_result import Measured, Result
+from trtpd.perf.compare_stages import first_token, handed_off
 from trtpd.perf.environment import Environment
 from trtpd.perf.goodput import DEFINITIONS, Figures
-from trtpd.perf.records import Record, ServerTimes, save_records
+from trtpd.perf.records import Record
 from trtpd.perf.report import (
     NOTHING,
     Page,
@@ -23,23 +28,11 @@ from trtpd.perf.report import (
     requests_csv,
     write_report,
 )
-from trtpd.perf.workload import save
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-STAGES: tuple[tuple[str, Callable[[ServerTimes], float | None]], ...] = (
-    ("queue", lambda times: times.queue_s),
-    ("prefill", lambda times: _prefill_s(times)),
-    ("transfer waited for", lambda times: times.exposed_s),
-)
-
-
-def _prefill_s(times: ServerTimes) -> float | None:
-    """Where nothing is handed off the server tells no prefill of its own: all but the queue is it."""
-    if times.prefill_s is not None or times.ttft_s is None:
-        return times.prefill_s
-    return max(0.0, times.ttft_s - (times.queue_s or 0.0))
+HAND_OFF = "transfer waited for"
 
 
 def lines(result: Result) -> list[str]:
@@ -47,7 +40,9 @@ def lines(result: Result) -> list[str]:
     figures, health = result.figures, result.health
     ours = figures.goodput["trtpd"]
     per_unit = ""
-    if figures.deployment is not None and ours.per_unit is not None:
+    if figures.deployment is None:
+        per_unit = f", {NOTHING} per core (the server's are not known: --cores N or --gpus N)"
+    elif ours.per_unit is not None:
         per_unit = f", {number(ours.per_unit)} per {figures.deployment.unit} ({figures.deployment.units} in all)"
     verdicts = ", ".join(f"{name} {count}" for name, count in figures.verdicts.items())
     return [
@@ -100,8 +95,15 @@ def _cpu_line(result: Result) -> str:
     return ", ".join(f"{name} {seconds / wall_s:.0%}" for name, seconds in result.cpu_s.items()) + " of a core"
 
 
-def write(folder: Path, measured: Measured, *, command: str) -> Path:
-    """Writes the report into `folder`; returns the page. Raises InputError."""
+def with_replay(measured: Measured, folder: Path) -> Measured:
+    """With the command that makes such a run of the workload that is kept there."""
+    replay = replay_command(measured.taken.about, folder, measured.result.figures.warm_up_s)
+    return replace(measured, result=msgspec.structs.replace(measured.result, replay=replay))
+
+
+def write(folder: Path, measured: Measured) -> Path:
+    """Writes the report into `folder`, beside what is kept there of the run; returns the page. Raises InputError."""
+    measured = with_replay(measured, folder)
     result, records = measured.result, measured.run.records
     drawn = figures_of(measured)
     page = Page(
@@ -110,13 +112,20 @@ def write(folder: Path, measured: Measured, *, command: str) -> Path:
         summary=lines(result)[:3],
         remarks=result.remarks,
         sections=sections(result, records, drawn),
-        command=f"{command}\n\n# the same requests, byte for byte:\n"
-        f"trtpd bench --workload {folder / 'workload.jsonl.gz'} ...",
+        command=_commands(result, folder),
     )
-    written = write_report(folder, page, result, drawn, {"requests.csv": requests_csv(records, result.slo)})
-    save(measured.workload, folder / "workload.jsonl.gz")
-    save_records(folder / "records.jsonl.gz", measured.run.info, records)
-    return written
+    return write_report(folder, page, result, drawn, {"requests.csv": requests_csv(records, result.slo)})
+
+
+def _commands(result: Result, folder: Path) -> str:
+    """What was typed, and what may be."""
+    said = [
+        ("the run", result.command),
+        ("these figures of it", result.again),
+        ("the same requests, byte for byte, by the same targets", result.replay),
+        ("by other targets or another warm-up, without a server", f"{again_command(folder)} --ttft-ms A"),
+    ]
+    return "\n\n".join(f"# {what}:\n{command}" for what, command in said if command)
 
 
 def figures_of(measured: Measured) -> dict[str, Figure]:
@@ -130,7 +139,9 @@ def figures_of(measured: Measured) -> dict[str, Figure]:
     }
     bars = stage_bars(finished)
     if bars:
-        drawn["stages"] = plots.stacked("Queue, prefill, and what was waited for of the hand-off", bars, unit="ms")
+        drawn["stages"] = plots.stacked(
+            "Time to the first token, and what of the hand-off was waited for behind it", bars, unit="ms"
+        )
     scales = [(scale, share) for scale, share in result.attainment_over_scale if share is not None]
     if scales:
         x, y = zip(*scales, strict=True)
@@ -177,18 +188,17 @@ def _requests(measured: Measured) -> plots.Requests:
 
 
 def stage_bars(records: Sequence[Record]) -> dict[str, dict[str, float]]:
-    """Mean stage durations (ms) of all requests and of the slowest tenth by TTFT; empty where the server told none."""
-    told = [(record.ttft_s, record.server) for record in records if record.server is not None and record.ttft_s]
-    if not told:
-        return {}
-    slowest = sorted(told, key=lambda pair: -pair[0])[: max(1, len(told) // 10)]
+    """Mean stage durations (ms) of all requests and of the slowest tenth by TTFT; empty where the server told none.
+    Bars up to the first token are as long as the mean TTFT. What was waited for of a hand-off comes behind it, so it is
+    a bar of its own."""
+    told = [record for record in records if record.server is not None and record.ttft_s is not None]
+    slowest = sorted(told, key=lambda record: -(record.ttft_s or 0.0))[: max(1, len(told) // 10)]
     bars: dict[str, dict[str, float]] = {}
     for name, chosen in (("mean of all", told), ("mean of the slowest 10 %", slowest)):
-        bars[name] = {}
-        for stage, read in STAGES:
-            values = [value for _, server in chosen if (value := read(server)) is not None]
-            if values:
-                bars[name][stage] = 1e3 * sum(values) / len(values)
+        if (first := first_token(chosen)) is not None:
+            bars[name] = first.parts_ms
+        if (hand_off := handed_off(chosen)).moved:
+            bars[f"then, {name}"] = {HAND_OFF: hand_off.mean_ms}
     return bars
 
 
@@ -200,7 +210,8 @@ def sections(result: Result, records: Sequence[Record], drawn: Mapping[str, obje
             tables=[_goodput_table(figures)],
             note="Requests due after the warm-up and until the last was due. Refused, failed, cancelled and unmeasured "
             "ones were offered and count against goodput. In brackets: 95 % confidence, by resampling runs of "
-            "neighbouring requests.",
+            'neighbouring requests and by bounds that hold for any distribution; "at least" where so few requests '
+            "can't bound it from above.",
         ),
         Section(heading="What became of the requests", tables=[_verdict_table(figures)], plots=["over_time"]),
         Section(
@@ -225,7 +236,14 @@ def sections(result: Result, records: Sequence[Record], drawn: Mapping[str, obje
         ),
     ]
     if "stages" in drawn:
-        found.append(Section(heading="Stages", plots=["stages"], paragraphs=[_transfer_text(records)]))
+        found.append(
+            Section(
+                heading="Stages",
+                plots=["stages"],
+                paragraphs=[_transfer_text(records)],
+                note="Means over all answers of which the server told its times.",
+            )
+        )
     if "slo_scale" in drawn:
         found.append(Section(heading="Other targets", plots=["slo_scale"]))
     found.append(_client_section(result))

@@ -86,23 +86,24 @@ class Client:
         self._fault: BaseException | None = None
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._interrupted_s: float | None = None
-        self._begin_s = 0.0
+        self._begin_s: float | None = None
+        self._opening: asyncio.Task[None] | None = None
         self._idle: asyncio.Event = asyncio.Event()
         self._users: deque[int] = deque(n for n, ask in enumerate(workload.asks) if ask.after is None)
 
     async def run(self) -> Run:
         """Raises ServeError if the server can't be reached, or went before it answered anything."""
-        await self._transport.open()
-        self._prepare()
         monitor = Monitor()
-        gc.collect()
-        gc.freeze()  # what exists now is not looked through again in the middle of the run
         try:
-            monitor.start()
-            self._begin_s = asyncio.get_running_loop().time()
-            self._start()
-            await self._idle.wait()
-            await monitor.stop()
+            await self._get_ready()
+            gc.collect()
+            gc.freeze()  # what exists now is not looked through again in the middle of the run
+            if self._interrupted_s is None:
+                monitor.start()
+                self._begin_s = asyncio.get_running_loop().time()
+                self._start()
+                await self._idle.wait()
+                await monitor.stop()
             if self._fault is not None:
                 raise self._fault
         finally:
@@ -111,20 +112,36 @@ class Client:
             await self._transport.close()
         return self._result(monitor)
 
+    async def _get_ready(self) -> None:
+        """Connects and makes the requests, or is interrupted."""
+        self._opening = asyncio.get_running_loop().create_task(self._transport.open())
+        try:
+            await self._opening
+        except asyncio.CancelledError:
+            if self._interrupted_s is None:
+                raise
+        await self._prepare()
+
     @property
     def began_s(self) -> float:
-        """When the run began, by the loop's clock: what records count from."""
-        return self._begin_s
+        """When the run began, by the loop's clock: what records count from. 0 until then."""
+        return self._begin_s or 0.0
 
     def interrupt(self) -> None:
-        """Idempotent."""
-        if self._interrupted_s is None and not self._idle.is_set():
-            self._interrupted_s = self._now_s()
-            self._cancel()
-            self._look_idle()
+        """Idempotent. Before the run has begun, nothing is offered at all."""
+        if self._interrupted_s is not None or self._idle.is_set():
+            return
+        if self._begin_s is None:
+            self._interrupted_s = 0.0
+            if self._opening is not None:
+                self._opening.cancel()
+            return
+        self._interrupted_s = self._now_s()
+        self._cancel()
+        self._look_idle()
 
     def _now_s(self) -> float:
-        return asyncio.get_running_loop().time() - self._begin_s
+        return asyncio.get_running_loop().time() - self.began_s
 
     def _start(self) -> None:
         loop = asyncio.get_running_loop()
@@ -134,7 +151,7 @@ class Client:
         else:
             for number, ask in enumerate(self._workload.asks):
                 if ask.at_s is not None:
-                    self._timers[number] = loop.call_at(self._begin_s + ask.at_s, self._due, number, ask.at_s)
+                    self._timers[number] = loop.call_at(self.began_s + ask.at_s, self._due, number, ask.at_s)
         self._look_idle()
 
     def _due(self, number: int, at_s: float) -> None:
@@ -162,23 +179,29 @@ class Client:
             ending = await self._ask(flight, ask)
         except asyncio.CancelledError:
             ending = _INTERRUPTED
+        except Exception as error:  # noqa: BLE001 what went wrong with one request must not cost the others' records
+            message = f"unexpected: {type(error).__name__}: {error}"
+            ending = Ending(state="failed", reason=type(error).__name__, message=message)
         self._note(flight, ask, ending)
         if self._interrupted_s is None:
             self._next(flight.number)
 
     async def _ask(self, flight: _Flight, ask: Ask) -> Ending:
         request = self._prepared.pop(flight.number, None) or self._bytes_of(ask)
-        loop, begin_s = asyncio.get_running_loop(), self._begin_s
+        loop, begin_s = asyncio.get_running_loop(), self.began_s
 
         def arrived(tokens: int) -> None:
             flight.at_s.append(loop.time() - begin_s)
             flight.tokens.append(tokens)
 
         flight.sent_s = self._now_s()
+        patience = asyncio.timeout(self._options.timeout_s)
         try:
-            async with asyncio.timeout(self._options.timeout_s):
+            async with patience:
                 return await self._transport.send(request, arrived)
         except TimeoutError:
+            if not patience.expired():
+                raise
             message = f"no end within {self._options.timeout_s:g} s"
             return Ending(state="failed", reason="client_timeout", message=message)
 
@@ -188,7 +211,7 @@ class Client:
         for follower in followers:
             at_s = self._now_s() + self._workload.asks[follower].think_s
             loop = asyncio.get_running_loop()
-            self._timers[follower] = loop.call_at(self._begin_s + at_s, self._due, follower, at_s)
+            self._timers[follower] = loop.call_at(self.began_s + at_s, self._due, follower, at_s)
         if self._workload.concurrency is not None and not followers and self._users:
             self._launch(self._users.popleft(), self._now_s())
 
@@ -209,6 +232,7 @@ class Client:
                 at_s=tuple(flight.at_s),
                 tokens=_true_counts(flight.tokens, ending.output_tokens),
                 served_prompt_tokens=ending.prompt_tokens,
+                tokens_guessed=ending.state == "finished" and ending.output_tokens is None,
                 server=ending.server,
             )
         )
@@ -225,9 +249,13 @@ class Client:
         for task in self._tasks:
             task.cancel()
 
-    def _prepare(self) -> None:
+    async def _prepare(self) -> None:
+        """In between it lets an interrupt through."""
         budget = PREPARED_BYTES
         for number, ask in enumerate(self._workload.asks):
+            await asyncio.sleep(0)
+            if self._interrupted_s is not None:
+                return
             self._prepared[number] = self._bytes_of(ask)
             self._progress("prompts", number + 1, len(self._workload.asks))
             budget -= len(self._prepared[number])

@@ -15,6 +15,7 @@ from trtpd.perf.records import Record
 from trtpd.perf.slo import Slo
 
 LOOK_EVERY_S = 0.02
+_GOLDEN = 0.6180339887498949
 LATE_FLOOR_S = 0.010
 LATE_SHARE_OF_TTFT = 0.05
 LATE_SHARE_OF_GAP = 0.25
@@ -28,8 +29,9 @@ class BottleneckError(TrtpdError):
 
 
 class ClientHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """`late_*`: how long after its instant a request was sent. `lag_*`: how long after its instant the event loop
-    woke, which bounds the error of every arrival's time. CPU shares are of one core."""
+    """`late_*`: how long after its instant a request was sent. `lag_*`: how long it took from an instant, any of the
+    run's, until the event loop was free: the error of an arrival's time if something arrives then. CPU shares are of
+    one core."""
 
     late_p50_s: float
     late_p99_s: float
@@ -88,18 +90,29 @@ def refuse_if_bottleneck(health: ClientHealth, records: Sequence[Record], limit_
 
 
 class Monitor:
-    """Watches the event loop it runs in, between `start` and `stop`."""
+    """Watches the event loop it runs in, between `start` and `stop`.
+
+    Its looks are due at instants that don't wait for one another, one in each LOOK_EVERY_S: a stall counts for every
+    look that fell into it, by what was left of it then, so that quantiles are over time and not over wakings. Within
+    their periods the instants move (by the golden ratio), so that no load's rhythm can keep step with them. One that
+    was never started has nothing to find fault with.
+    """
 
     def __init__(self) -> None:
         self._lags_s: list[float] = []
+        self._begin_s = 0.0
+        self._wall_s = self._cpu_s = self._loop_s = 0.0
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         self._wall_s, self._cpu_s, self._loop_s = time.monotonic(), _cpu_s(), time.thread_time()
-        self._task = asyncio.get_running_loop().create_task(self._watch())
+        loop = asyncio.get_running_loop()
+        self._begin_s = loop.time()
+        self._task = loop.create_task(self._watch())
 
     async def stop(self) -> None:
         assert self._task is not None, "start comes first"
+        self._look(asyncio.get_running_loop().time())
         self._task.cancel()
         await asyncio.wait([self._task])
         self._wall_s = time.monotonic() - self._wall_s
@@ -124,9 +137,18 @@ class Monitor:
     async def _watch(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            due_s = loop.time() + LOOK_EVERY_S
-            await asyncio.sleep(LOOK_EVERY_S)
-            self._lags_s.append(loop.time() - due_s)
+            await asyncio.sleep(max(0.0, self._due_s() - loop.time()))
+            self._look(loop.time())
+
+    def _due_s(self) -> float:
+        """When the next look is due."""
+        number = len(self._lags_s)
+        return self._begin_s + (number + number * _GOLDEN % 1.0) * LOOK_EVERY_S
+
+    def _look(self, now_s: float) -> None:
+        """All looks that are due by now."""
+        while (due_s := self._due_s()) <= now_s:
+            self._lags_s.append(now_s - due_s)
 
 
 def _cpu_s() -> float:

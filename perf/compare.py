@@ -25,7 +25,7 @@ from trtpd.perf.client_health import late_limit_for
 from trtpd.perf.climb import next_to_try
 from trtpd.perf.compare_arms import CHUNKS, COLOCATED, SPLIT, Variant, cores_of, next_variant, variants
 from trtpd.perf.compare_budget import Budget, OutOfBudgetError, Step, says_nothing
-from trtpd.perf.compare_ending import run_states
+from trtpd.perf.compare_ending import run_states, skipped
 from trtpd.perf.compare_folder import Folder, read
 from trtpd.perf.compare_outline import Outline
 from trtpd.perf.compare_plan import Like, check_comparable, check_same, plan_of
@@ -151,12 +151,22 @@ class Comparer:
             how, refused = "budget", error
         except KeyboardInterrupt:
             how = "interrupted"
+        return self._so_far(environment, choices, rates, how, refused)
+
+    def _so_far(
+        self,
+        environment: Environment,
+        choices: Sequence[Choice],
+        rates: Sequence[float],
+        how: Literal["complete", "budget", "interrupted"],
+        refused: OutOfBudgetError | None,
+    ) -> Comparison:
         points = tuple(point for choice in choices for point in self._points.measured(self._chosen(choice)))
         measured = {point.file.rate for point in points} | set(self._options.rates)
         return Comparison(
             plan=self._plan,
-            slo=slo,
-            rates=tuple(sorted(measured)) or rates,
+            slo=self._points.slo,
+            rates=tuple(sorted(measured)) or tuple(rates),
             choices=tuple(choices),
             points=points,
             interference=self._interferences(choices),
@@ -164,9 +174,9 @@ class Comparer:
             notes=make(self._runs.asked(rates[0], 0)).notes[:-1],
             skipped=(
                 *(self._like.remarks(self._plan.fingerprint) if self._like is not None else ()),
-                *_skipped(choices, points, rates),
+                *skipped(choices, points, rates, searched=how == "complete" and not self._options.rates),
             ),
-            late_limit_s=late_limit_for(slo),
+            late_limit_s=late_limit_for(self._points.slo),
             patience_s=self._points.patience_s,
             asides=dict(self._asides(choices)),
             tuned_on=self._tuned_on(choices, points, rates),
@@ -410,16 +420,3 @@ class Comparer:
             (f"repeat {n + 1}", runs.stretch(runs.asked(rate, n).requests, n)) for n in range(self._options.repeats)
         ]
         return told(runs.trace_rows, [(name, rows) for name, rows in listed if rows is not None])
-
-
-def _skipped(choices: Sequence[Choice], points: Sequence[Point], rates: Sequence[float]) -> Iterator[str]:
-    """What the search had no reason to measure, and what of the tuning could not be used."""
-    for choice in choices:
-        measured = {point.file.rate for point in points if point.file.arm == choice.arm}
-        left = [f"{rate:g}" for rate in rates if rate not in measured]
-        if measured and left:
-            yield f"{choice.arm} was not measured at {', '.join(left)} requests/s: away from its best."
-        if choice.untried:
-            yield f"{choice.arm}: not tried in tuning: {'; '.join(choice.untried)}."
-        for label, fault in choice.unusable.items():
-            yield f"{choice.arm}: not ranked in tuning, since its run was disturbed twice: {label} ({fault})."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from trtpd.perf.comparison import Choice, Comparison, Point, RunState
 
@@ -125,3 +125,18 @@ def unusable_why(comparison: Comparison, arm: str) -> str:
         return f" ({len(left_out)} left out: {left_out[-1].reason})"
     reasons = sorted({run.reason for run in mine if run.state == "not run"})
     return f" ({'; '.join(reasons)})" if reasons else ""
+
+
+def skipped(
+    choices: Sequence[Choice], points: Sequence[Point], rates: Sequence[float], *, searched: bool
+) -> Iterator[str]:
+    """What a search that came to its end had no reason to measure, and what of the tuning could not be used."""
+    for choice in choices:
+        measured = {point.file.rate for point in points if point.file.arm == choice.arm}
+        left = [f"{rate:g}" for rate in rates if rate not in measured]
+        if searched and measured and left:
+            yield f"{choice.arm} was not measured at {', '.join(left)} requests/s: away from its best."
+        if choice.untried:
+            yield f"{choice.arm}: not tried in tuning: {'; '.join(choice.untried)}."
+        for label, fault in choice.unusable.items():
+            yield f"{choice.arm}: not ranked in tuning, since its run was disturbed twice: {label} ({fault})."

@@ -103,7 +103,7 @@ class Outline:
             return 0
         groups: dict[str, bool] = {}
         for one in row:
-            made = self.tuned_at is not None and self.folder.run_file("tuning", one, self.tuned_at, 0) is not None
+            made = self.tuned_at is not None and self._there("tuning", one, self.tuned_at, 0)
             groups[one.group] = groups.get(one.group, False) or made
         return sum(not made for made in groups.values())
 
@@ -120,10 +120,16 @@ class Outline:
     def _missing(self, variant: Variant | None, repeat: int) -> int:
         if self.searched:
             least = min(LEAST_SEARCHED, len(self.rates or (0, 0))) if repeat == 0 else 1
-            made = 0 if variant is None else sum(file.repeat == repeat for file in self.folder.points(variant))
+            files = () if variant is None else self.folder.points(variant)
+            made = sum(file.repeat == repeat and not file.fault for file in files)
             return max(0, least - made)
         rates = self.rates or ()
-        return sum(variant is None or self.folder.run_file("points", variant, rate, repeat) is None for rate in rates)
+        return sum(variant is None or not self._there("points", variant, rate, repeat) for rate in rates)
+
+    def _there(self, kind: Kind, variant: Variant, rate: float, repeat: int) -> bool:
+        """Made, and fit for use."""
+        file = self.folder.run_file(kind, variant, rate, repeat)
+        return file is not None and not file.fault
 
 
 def _many(count: int, what: str) -> str:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from trtpd.perf import interference, plots
-from trtpd.perf.bench import SCALES
 from trtpd.perf.bench_report import setting_table
+from trtpd.perf.bench_result import SCALES
 from trtpd.perf.compare_ending import ending
 from trtpd.perf.compare_ratio import RESAMPLES, served, usable
 from trtpd.perf.compare_stages import first_tokens, shown_rate
@@ -92,7 +92,7 @@ def remarks(comparison: Comparison) -> list[str]:
         if point.file.fault:
             found.append(f"{where}: left out, {point.file.fault}.")
         elif any(drift.flagged for drift in point.figures.drift.values()):
-            found.append(f"{where}: latencies drifted, so its queue had no steady state.")
+            found.append(f"{where}: latencies or attainment drifted, so it was no steady state.")
     for what, aside in comparison.asides.items():
         if aside.fault:
             found.append(f"{what}: disturbed though it was made again, {aside.fault}.")

@@ -96,7 +96,8 @@ class Runs:
         """How many requests the trace has; None for a workload that is none."""
         if not self.wanted.name.startswith("trace:"):
             return None
-        return len(read_trace(self.wanted.name.removeprefix("trace:"), self.wanted.trace, limit=MOST_REQUESTS))
+        asks, _ = read_trace(self.wanted.name.removeprefix("trace:"), self.wanted.trace, limit=MOST_REQUESTS)
+        return len(asks)
 
     def asked(self, rate: float, repeat: int | None, *, part: float = 1.0) -> Wanted:
         """What is asked at a rate, for that part of a point. `repeat` None: by the tuning, whose requests are others

@@ -18,7 +18,16 @@ import numpy as np
 
 from trtpd.errors import InputError
 from trtpd.perf.records import Record
-from trtpd.perf.resampling import Distribution, Drift, Interval, distribution, drift, grouped_distribution, share
+from trtpd.perf.resampling import (
+    Distribution,
+    Drift,
+    Interval,
+    distribution,
+    drift,
+    grouped_distribution,
+    share,
+    share_drift,
+)
 from trtpd.perf.slo import Slo
 
 WARM_UP_SHARE = 0.1
@@ -61,7 +70,9 @@ class Definition:
         ]
         if len(late) == 2:
             return "late:both"
-        return f"late:{late[0]}" if late else "good"
+        if late:
+            return f"late:{late[0]}"
+        return "unmeasured:one_response" if slo.tpot_s is not None and record.in_one_response else "good"
 
 
 DEFINITIONS = {
@@ -89,7 +100,8 @@ DEFINITIONS = {
 
 
 class Goodput(msgspec.Struct, frozen=True, kw_only=True):
-    """By one definition. `per_s` is None where its goal was missed, or nothing was offered."""
+    """By one definition. `per_s` is None where its goal was missed, or nothing was offered; from 0 on where it may
+    have been met by chance."""
 
     good: int
     attainment: Interval | None
@@ -102,8 +114,9 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     (`cut`). Latencies are of those that finished, in seconds.
 
     `verdicts` are by the definition trtpd; `kinds` says what each kind of request got of it. `itl` is over all token
-    gaps (0 within a response), `response_gap` over those between responses. `tpot_spread` is p99 over p50 of the
-    requests' TPOT.
+    gaps (0 within a response), `response_gap` over those between responses; neither has answers that came in one.
+    `tpot_spread` is p99 over p50 of the requests' TPOT. `drift`: of TTFT and TPOT, which are of those that finished,
+    and of the attainment, which is of all.
     """
 
     window_s: float
@@ -133,6 +146,15 @@ def warm_up_for(duration_s: float) -> float:
     return min(WARM_UP_SHARE * duration_s, WARM_UP_MOST_S)
 
 
+def covered_s(records: Sequence[Record], until_s: float) -> float:
+    """The end of the time that the arrivals cover: as many gaps as arrivals. Where the first is due at the very
+    beginning and the run ends with the last, one gap is missing, and a mean one is added."""
+    due_s = sorted(record.scheduled_s for record in records)
+    if len(due_s) < 2 or due_s[0] > 0.0 or until_s > due_s[-1]:
+        return until_s
+    return until_s + due_s[-1] / (len(due_s) - 1)
+
+
 def account(
     records: Sequence[Record],
     slo: Slo,
@@ -143,10 +165,11 @@ def account(
     seed: int = 0,
 ) -> Figures:
     """Figures of the requests due in [warm-up, `until_s`]. `until_s` is when the last was due (for a closed loop,
-    which has no such instant, when the last ended). The same for the same records.
+    which has no such instant, when the last ended), or later. The same for the same records.
 
     Raises InputError for a warm-up that leaves nothing.
     """
+    until_s = covered_s(records, until_s)
     cut_s = warm_up_for(until_s) if warm_up_s is None else warm_up_s
     if records and not 0.0 <= cut_s < max(until_s, 1e-9):
         raise InputError(f"a warm-up of {cut_s:g} s leaves nothing of a run of {until_s:g} s; give a shorter one")
@@ -165,6 +188,7 @@ def account(
     drifts = {
         "ttft": drift(_values(finished, lambda r: r.ttft_s), rng),
         "tpot": drift(_values(finished, lambda r: r.tpot_s), rng),
+        "attainment": share_drift([verdict == "good" for verdict in verdicts], rng),
     }
     return Figures(
         window_s=window_s,
@@ -218,9 +242,10 @@ def _goodput(
     per_s: Interval | None = None
     if attained is not None and rate is not None:
         if definition.goal is None:
-            per_s = Interval(attained.value * rate, attained.low * rate, attained.high * rate)
+            per_s = attained.times(rate)
         elif attained.value >= definition.goal:
-            per_s = Interval(rate, rate, rate)
+            surely = attained.low is not None and attained.low >= definition.goal
+            per_s = Interval(rate, rate if surely else 0.0, rate)
     per_unit = per_s.value / deployment.units if per_s is not None and deployment is not None else None
     return Goodput(good=sum(flags), attainment=attained, per_s=per_s, per_unit=per_unit)
 

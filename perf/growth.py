@@ -1,7 +1,9 @@
 """Whether something that was watched for long grew: a line through the means of equal spans of time.
 
 Samples that follow each other are not independent (what a process holds now is what it held a moment ago), so a line
-through all of them would be far too sure of itself. The means of a few long spans nearly are.
+through all of them would be far too sure of itself. The means of a few long spans nearly are, as long as what is held
+is forgotten well within a span: of noise that wanders for a third of one the intervals hold 92 % of the time, of noise
+that wanders for a whole one 79 %.
 """
 
 from __future__ import annotations

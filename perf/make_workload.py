@@ -19,7 +19,7 @@ from trtpd.perf.arrivals import Arrivals, check_rate
 from trtpd.perf.lengths import LengthFit
 from trtpd.perf.prompt_text import Segment
 from trtpd.perf.traces import TraceOptions, read_trace
-from trtpd.perf.workload import Ask, Workload, check_seed, closed_loop, load
+from trtpd.perf.workload import Ask, Workload, check_seed, closed_loop, is_saved, load
 
 ZIPF = 1.1
 RAG_POOL = 64
@@ -144,11 +144,12 @@ KINDS: dict[str, Callable[[_Draw, int], list[Ask]]] = {
 def make(wanted: Wanted) -> Workload:
     """The same for the same `wanted`. Raises InputError for an unknown name, a bad file, or rate and concurrency
     that don't fit together."""
-    if _is_saved(wanted.name):
+    if is_saved(wanted.name):
         return load(expanded(wanted.name))
     check_wanted(wanted)
-    asks = _asks(wanted)
-    asks, notes = wanted.fit.apply(asks)
+    asks, found = _asks(wanted)
+    asks, changes = wanted.fit.apply(asks)
+    notes = (*found, *changes)
     if wanted.concurrency is not None:
         timed: Sequence[Ask] = closed_loop(asks)
         notes += (f"closed loop of {wanted.concurrency}",)
@@ -159,8 +160,9 @@ def make(wanted: Wanted) -> Workload:
 
 
 def check_wanted(wanted: Wanted) -> None:
-    """Raises InputError for what can be seen to be wrong before a server is asked or a file is read."""
-    if _is_saved(wanted.name):
+    """Raises InputError for what can be seen to be wrong before a server is asked or a file is read: values that can't
+    be, and such that would have no effect beside others."""
+    if is_saved(wanted.name):
         return
     if not wanted.name.startswith("trace:") and wanted.name not in KINDS:
         raise InputError(
@@ -175,16 +177,43 @@ def check_wanted(wanted: Wanted) -> None:
     if wanted.concurrency is not None and (wanted.concurrency < 1 or wanted.rate is not None):
         fault = "a rate is given too" if wanted.rate is not None else "it must be at least 1"
         raise InputError(f"concurrency is {wanted.concurrency} and {fault}; give a rate or a concurrency of 1 or more")
+    if wanted.concurrency is not None and wanted.arrivals is not None:
+        raise InputError(
+            f"--arrivals {wanted.arrivals} and --concurrency {wanted.concurrency}: users of a closed loop ask when "
+            "they are free; give one of the two"
+        )
+    _check_trace_options(wanted)
 
 
-def _is_saved(name: str) -> bool:
-    return name.endswith((".jsonl", ".jsonl.gz")) and not name.startswith("trace:")
+def _check_trace_options(wanted: Wanted) -> None:
+    trace, default = wanted.trace, TraceOptions()
+    if not wanted.name.startswith("trace:"):
+        for option, value, usual in (
+            ("--time-scale", trace.time_scale, default.time_scale),
+            ("--trace-offset", trace.offset, default.offset),
+            ("--columns", trace.columns, default.columns),
+        ):
+            if value != usual:
+                raise InputError(f"{option} {value} and --workload {wanted.name}: it is for a trace, trace:NAME alone")
+    elif trace.time_scale != default.time_scale:
+        others: Sequence[tuple[str, object, str]] = (
+            ("--rate", wanted.rate, "stretches the trace's instants to its mean"),
+            ("--arrivals", wanted.arrivals, "gives other instants than the trace's"),
+            ("--concurrency", wanted.concurrency, "asks at no instants"),
+        )
+        for option, given, why in others:
+            if given is not None:
+                raise InputError(
+                    f"--time-scale {trace.time_scale:g} and {option} {given}: {option} {why}, whatever the scale; give "
+                    "one of the two"
+                )
 
 
-def _asks(wanted: Wanted) -> list[Ask]:
+def _asks(wanted: Wanted) -> tuple[list[Ask], tuple[str, ...]]:
+    """And notes on what is missing."""
     if wanted.name.startswith("trace:"):
         return read_trace(wanted.name.removeprefix("trace:"), wanted.trace, limit=wanted.requests)
-    return KINDS[wanted.name](_Draw(wanted.seed), wanted.requests)
+    return KINDS[wanted.name](_Draw(wanted.seed), wanted.requests), ()
 
 
 def _timed(asks: Sequence[Ask], wanted: Wanted) -> tuple[list[Ask], str]:

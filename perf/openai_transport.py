@@ -3,18 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
+from aiohttp.http_exceptions import HttpProcessingError
 
 from trtpd.build.decoding import typed_json
 from trtpd.errors import InputError, ServeError
 from trtpd.perf.transport import Arrived, Ending, Question
+from trtpd.perf.workload import MOST_TOKENS
 
 OPEN_TIMEOUT_S = 10.0
 _DATA = b"data:"
+_SHOWN = 80
+"""So much of an event that can't be read is quoted."""
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)]
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: _Count | None = None
+    completion_tokens: _Count | None = None
+
+
+class _Event(msgspec.Struct):
+    """What is read of one; `error` has as many shapes as there are servers."""
+
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    error: Any = None
 
 
 class OpenAiTransport:
@@ -88,8 +117,8 @@ class OpenAiTransport:
                         reading.take(line[len(_DATA) :].strip(), arrived)
         except (aiohttp.ClientError, ConnectionError) as error:
             return Ending(state="failed", reason="connection", message=str(error) or type(error).__name__)
-        except ValueError as error:
-            return Ending(state="failed", reason="protocol", message=f"an event is no JSON: {error}")
+        except (ValueError, HttpProcessingError) as error:
+            return Ending(state="failed", reason="protocol", message=f"the stream can't be read: {error}")
         return reading.ending()
 
 
@@ -98,35 +127,45 @@ class _Reading:
 
     def __init__(self) -> None:
         self._finish = ""
-        self._error: Mapping[str, Any] | None = None
-        self._usage: Mapping[str, Any] = {}
+        self._error: Any = None
+        self._usage = _Usage()
         self._done = False
 
     def take(self, data: bytes, arrived: Arrived) -> None:
+        """Raises ValueError, quoting it, for an event of another shape."""
         if data == b"[DONE]":
             self._done = True
             return
-        event = typed_json(data, dict[str, Any])
-        for choice in event.get("choices") or ():
-            text = choice.get("text") or (choice.get("delta") or {}).get("content")
-            if text:
+        try:
+            event = typed_json(data, _Event)
+        except ValueError as error:
+            raise ValueError(f"{error} in {data[:_SHOWN].decode('utf-8', 'replace')!r}") from error
+        for choice in event.choices or ():
+            if choice.text or (choice.delta is not None and choice.delta.content):
                 arrived(1)
-            self._finish = choice.get("finish_reason") or self._finish
-        self._usage = event.get("usage") or self._usage
-        self._error = event.get("error") or self._error
+            self._finish = choice.finish_reason or self._finish
+        self._usage = event.usage or self._usage
+        self._error = event.error or self._error
 
     def ending(self) -> Ending:
         if self._error is not None:
-            reason = str(self._error.get("code") or self._error.get("type") or "server_error")
-            return Ending(state="failed", reason=reason, message=str(self._error.get("message", "")))
+            return _failure(self._error)
         if not (self._finish or self._done):
             return Ending(state="failed", reason="no_end", message="the stream ended without [DONE]")
         return Ending(
             state="finished",
             reason=self._finish,
-            prompt_tokens=self._usage.get("prompt_tokens"),
-            output_tokens=self._usage.get("completion_tokens"),
+            prompt_tokens=self._usage.prompt_tokens,
+            output_tokens=self._usage.completion_tokens,
         )
+
+
+def _failure(error: Any) -> Ending:
+    """Of an error in the stream: an object as OpenAI sends it, or whatever else a server puts there."""
+    if not isinstance(error, Mapping):
+        return Ending(state="failed", reason="server_error", message=str(error))
+    reason = str(error.get("code") or error.get("type") or "server_error")
+    return Ending(state="failed", reason=reason, message=str(error.get("message", "")))
 
 
 def _refusal(status: int, body: bytes) -> Ending:

@@ -1,15 +1,17 @@
 """The outside instrument: NVIDIA's perf_analyzer over gRPC streaming, its figures beside ours.
 
 Both ask requests of the same lengths, in the same order, of the same server at the same loads, in turn (so that a
-machine that drifts drifts for both). The text is new in each run: a prefix cache would answer whoever asks second.
-Users of a closed loop have their requests dealt to them as perf_analyzer deals them, so that as many are under way at
-its end in both. Its first requests come all at once, in an order that is chance, and are left out of both. Each figure
-is the median of the runs' medians.
+machine that drifts drifts for both). A workload's own instants and turns of sessions are left aside: the tool knows
+closed loops and Poisson arrivals of requests that stand alone, so that is what both get. The text is new in each run: a
+prefix cache would answer whoever asks second. Users of a closed loop have their requests dealt to them as perf_analyzer
+deals them, so that as many are under way at its end in both. Its first requests come all at once, in an order that is
+chance, and are left out of both. Each figure is the median of the runs' medians.
 """
 
 from __future__ import annotations
 
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -20,10 +22,11 @@ import msgspec
 import numpy as np
 
 from trtpd.build.decoding import plain_json
-from trtpd.errors import ServeError
+from trtpd.errors import InputError, ServeError
+from trtpd.perf.arrivals import Arrivals, check_rate
 from trtpd.perf.perf_analyzer_tool import Tool
 from trtpd.perf.prompt_text import Renderer, Segment
-from trtpd.perf.workload import Workload
+from trtpd.perf.workload import Workload, closed_loop
 
 AGREE = 0.10
 
@@ -50,15 +53,27 @@ class Load:
             return ["--concurrency-range", str(self.concurrency)]
         return ["--request-rate-range", f"{self.rate:g}", "--request-distribution", "poisson"]
 
+    def check(self, requests: int) -> None:
+        """Raises InputError for a load that can't be, or that would leave nothing of so many requests to measure."""
+        if self.rate is not None:
+            check_rate(self.rate)
+        if self.opening >= requests:
+            raise InputError(
+                f"{self} of {requests} requests: all of them come at once when it begins, and those are left out; give "
+                f"more --requests than {self.opening}, or a lower --concurrency"
+            )
+
 
 class Latencies(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one run, in seconds; ITL over all gaps between responses. None where nothing was measured."""
+    """Of one run, in seconds; ITL over all gaps between responses. None where nothing was measured. `requests` are
+    those that the figures are of; `unfinished` those that did not finish, by why, the first ones included."""
 
     requests: int
     ttft_p50_s: float | None
     ttft_p99_s: float | None
     itl_p50_s: float | None
     itl_p99_s: float | None
+    unfinished: dict[str, int] = {}
 
 
 class Agreement(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,7 +87,10 @@ class Agreement(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def agrees(self) -> bool:
-        """Within AGREE on both medians, as far as both are known."""
+        """Within AGREE on both medians, as far as both are known. Not where requests did not finish: the figures of
+        those that did are of another load then."""
+        if self.theirs.unfinished or self.ours.unfinished:
+            return False
         ratios = [ratio for ratio in (self.ttft_ratio, self.itl_ratio) if ratio is not None]
         return bool(ratios) and all(abs(ratio - 1.0) <= AGREE for ratio in ratios)
 
@@ -86,6 +104,16 @@ def with_new_text(workload: Workload, run: int) -> Workload:
         for ask in workload.asks
     )
     return msgspec.structs.replace(workload, asks=tuple(asks))
+
+
+def at_load(workload: Workload, load: Load) -> Workload:
+    """The same requests as both instruments ask them at a load: each alone, at the load's instants."""
+    asks = tuple(msgspec.structs.replace(ask, after=None, think_s=0.0) for ask in closed_loop(workload.asks))
+    if load.rate is None:
+        return dealt(msgspec.structs.replace(workload, asks=asks, concurrency=load.concurrency))
+    instants = Arrivals().instants(len(asks), load.rate, np.random.default_rng([workload.seed, 2]))
+    timed = (msgspec.structs.replace(ask, at_s=round(float(at_s), 6)) for ask, at_s in zip(asks, instants, strict=True))
+    return msgspec.structs.replace(workload, asks=tuple(timed), concurrency=None)
 
 
 def dealt(workload: Workload) -> Workload:
@@ -114,6 +142,28 @@ def input_data(workload: Workload, model: str) -> bytes:
         else:
             rows.append({"text_input": text, "max_tokens": [ask.max_tokens], "end_id": [-1], "stream": [True]})
     return msgspec.json.encode({"data": rows})
+
+
+OURS = (
+    "-m", "-u", "-i", "-a", "-b", "-l", "-p", "-r", "-s", "-t", "--async", "--sync", "--streaming", "--service-kind",
+    "--input-data", "--shape", "--profile-export-file", "--concurrency-range", "--periodic-concurrency-range",
+    "--request-count", "--warmup-request-count", "--request-rate-range", "--request-distribution",
+    "--request-intervals", "--request-period", "--schedule", "--fixed-schedule", "--num-of-sequences",
+    "--sequence-length", "--sequence-length-variation", "--sequence-id-range", "--start-sequence-id",
+    "--measurement-mode", "--measurement-interval", "--measurement-request-count", "--stability-percentage",
+    "--latency-threshold", "--max-trials", "--binary-search",
+)  # fmt: skip
+"""Arguments from which its load, its requests and its export follow."""
+
+
+def check_extra(extra: Sequence[str]) -> None:
+    """Raises InputError for an argument to perf_analyzer that would have it measure something else than we do."""
+    for argument in extra:
+        if argument.partition("=")[0] in OURS:
+            raise InputError(
+                f"{argument} behind --: trtpd sets what perf_analyzer asks and how often, so that both ask the same; "
+                "use --workload, --requests, --concurrency, --rates, --model and --url"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,19 +203,22 @@ class Analyzer:
         if done.returncode != 0 or not export.is_file():
             said = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
             raise ServeError(f"perf_analyzer failed ({done.returncode}) at {load}: {' '.join(said[-3:]) or 'no word'}")
-        return read_export(export, opening=load.opening)
+        return read_export(export, opening=load.opening, asked=requests)
 
 
-def read_export(path: Path, *, opening: int = 0) -> Latencies:
+def read_export(path: Path, *, opening: int = 0, asked: int = 0) -> Latencies:
     """Of the first experiment in a profile export. Raises ServeError for a file of another shape. `opening`: see
-    latencies."""
+    latencies. What it does not hold of the `asked` requests did not finish."""
     try:
         document = plain_json(path.read_bytes())
         experiment = document["experiments"][0]
         requests = [_instants(request) for request in experiment["requests"]]
     except (ValueError, KeyError, IndexError, TypeError) as error:
         raise ServeError(f"{path}: not a profile export of perf_analyzer ({error!r})") from error
-    return latencies(requests, opening=opening)
+    empty = sum(not at_s for _, at_s in requests)
+    return latencies(
+        requests, opening=opening, unfinished={"no answer": empty, "not in the export": asked - len(requests)}
+    )
 
 
 def _instants(request: Mapping[str, Any]) -> tuple[float, list[float]]:
@@ -177,9 +230,11 @@ def _instants(request: Mapping[str, Any]) -> tuple[float, list[float]]:
     return request["timestamp"] / 1e9, [stamp / 1e9 for stamp in stamps]
 
 
-def latencies(requests: Sequence[tuple[float, Sequence[float]]], *, opening: int = 0) -> Latencies:
-    """From (sent, arrivals) of each request, by the same rule for both instruments. The `opening` that were sent first
-    are left out."""
+def latencies(
+    requests: Sequence[tuple[float, Sequence[float]]], *, opening: int = 0, unfinished: Mapping[str, int] | None = None
+) -> Latencies:
+    """From (sent, arrivals) of each request that was sent, by the same rule for both instruments. The `opening` that
+    were sent first are left out, and those without arrivals: they have not finished, as the `unfinished` say."""
     later = sorted(requests, key=lambda request: request[0])[opening:]
     answered = [(sent_s, list(at_s)) for sent_s, at_s in later if at_s]
     ttft = [at_s[0] - sent_s for sent_s, at_s in answered]
@@ -187,7 +242,12 @@ def latencies(requests: Sequence[tuple[float, Sequence[float]]], *, opening: int
     ttft_p50, ttft_p99 = _quantiles(ttft)
     itl_p50, itl_p99 = _quantiles(gaps)
     return Latencies(
-        requests=len(answered), ttft_p50_s=ttft_p50, ttft_p99_s=ttft_p99, itl_p50_s=itl_p50, itl_p99_s=itl_p99
+        requests=len(answered),
+        ttft_p50_s=ttft_p50,
+        ttft_p99_s=ttft_p99,
+        itl_p50_s=itl_p50,
+        itl_p99_s=itl_p99,
+        unfinished={why: count for why, count in (unfinished or {}).items() if count > 0},
     )
 
 
@@ -221,6 +281,7 @@ def _median(runs: Sequence[Latencies]) -> Latencies:
         ttft_p99_s=middle("ttft_p99_s"),
         itl_p50_s=middle("itl_p50_s"),
         itl_p99_s=middle("itl_p99_s"),
+        unfinished=dict(sum((Counter(run.unfinished) for run in runs), Counter())),
     )
 
 

@@ -189,7 +189,8 @@ def run_over_time(requests: Requests, *, warm_up_s: float) -> Figure:
             if untold:
                 top.scatter(untold, [0.0] * len(untold), s=22, color=colour, marker="x", label=f"{name}, no token")
         top.set_ylim(bottom=0)
-        figure.legend(loc="outside lower left", ncols=6)
+        if requests.verdict:  # a run may be interrupted before anything was asked
+            figure.legend(loc="outside lower left", ncols=6)
         edges = sorted([(at, 1) for at in requests.due_s] + [(at, -1) for at in requests.ended_s])
         times = [at for at, _ in edges]
         below.step(times, np.cumsum([change for _, change in edges]), where="post", color=SERIES[0], linewidth=1)

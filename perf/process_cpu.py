@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 import psutil
 
 from trtpd.errors import InputError
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
+_PORTS = {"http": 80, "https": 443}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,17 +39,36 @@ def machine_busy_s() -> float:
 
 def server_process(address: str) -> psutil.Process | None:
     """The process at the root of the server that listens on HOST:PORT here: `trtpd serve` if it is ours. None where
-    the address is not this host's, or nothing of ours to see listens there."""
-    host, _, port = address.removeprefix("http://").removeprefix("https://").rstrip("/").rpartition(":")
-    if host not in LOOPBACK:
+    the address is not this host's, or nothing of ours to see listens there. `address` may be a URL with a path, and
+    then without a port. Raises InputError for one that is neither."""
+    host, port = _host_and_port(address)
+    if not _is_loopback(host):
         return None
-    if not port.isdecimal():
-        raise InputError(f"{address!r} is not HOST:PORT")
     for connection in psutil.net_connections("tcp"):
         at = connection.laddr[1] if connection.laddr else None
-        if connection.status == psutil.CONN_LISTEN and at == int(port) and connection.pid:
+        if connection.status == psutil.CONN_LISTEN and at == port and connection.pid:
             return _root(psutil.Process(connection.pid))
     return None
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    try:
+        parts = urlsplit(address if "://" in address else f"//{address}")
+        port = parts.port or _PORTS.get(parts.scheme)
+    except ValueError as error:
+        raise InputError(f"{address!r} is not HOST:PORT ({error})") from error
+    if not parts.hostname or port is None:
+        raise InputError(f"{address!r} is not HOST:PORT")
+    return parts.hostname, port
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _root(process: psutil.Process) -> psutil.Process:
@@ -59,6 +80,17 @@ def _root(process: psutil.Process) -> psutil.Process:
             if "trtpd" in line and " serve" in line:
                 found = parent
     return found
+
+
+def usable_cores(root: psutil.Process | None) -> int | None:
+    """How many CPUs that process may run on, and what it starts unless told otherwise; None where there is none to
+    ask."""
+    if root is None:
+        return None
+    try:
+        return len(root.cpu_affinity())
+    except psutil.Error:
+        return None
 
 
 def cpu_times(root: psutil.Process | None) -> CpuTimes:

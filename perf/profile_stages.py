@@ -136,7 +136,14 @@ class TransferStage:
         return layout.blocks_for(cell.tokens) * layout.tokens_per_block * layout.bytes_per_token
 
     def costs(self) -> TransferCosts:
-        return TransferCosts(points=self.points, fit=fit_transfer(self.points))
+        setup = self.setup
+        return TransferCosts(
+            digest_every=setup.digest_every,
+            source_cores=list(setup.source_cores),
+            sink_cores=list(setup.sink_cores),
+            points=self.points,
+            fit=fit_transfer(self.points),
+        )
 
 
 def _left(cells: Sequence[Cell], points: Sequence[StepPoint] | Sequence[TransferPoint]) -> list[Cell]:

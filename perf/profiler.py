@@ -176,17 +176,43 @@ class Profiler:
         for stage in self._engines:
             self._take_over(stage, former)
         for path in self._transfers:
-            if path.setup.path in former.transfers:
-                path.points = list(former.transfers[path.setup.path].points)
+            self._take_over_path(path, former)
 
     def _take_over(self, stage: EngineStage, former: CostProfile) -> None:
         costs = former.engines.get(stage.role)
         if costs is None:
             return
-        if costs.fingerprint == stage.config.fingerprint:
-            stage.points = list(costs.points)
-        else:
+        if costs.fingerprint != stage.config.fingerprint:
             self.notes.append(f"{stage.role} has other settings than when it was measured: measured anew")
+        elif costs.cores != list(stage.cores):
+            self.notes.append(f"{stage.role} {_other_cores(costs.cores, stage.cores)}: measured anew")
+        else:
+            stage.points = list(costs.points)
+
+    def _take_over_path(self, stage: TransferStage, former: CostProfile) -> None:
+        costs, setup = former.transfers.get(stage.setup.path), stage.setup
+        if costs is None:
+            return
+        if costs.digest_every != setup.digest_every:
+            then, now = (_digests_in_words(every) for every in (costs.digest_every, setup.digest_every))
+            self.notes.append(f"{stage.name} was measured with {then}, this build has {now}: measured anew")
+        elif costs.source_cores != list(setup.source_cores):
+            self.notes.append(f"{stage.name} {_other_cores(costs.source_cores, setup.source_cores)}: measured anew")
+        elif costs.sink_cores != list(setup.sink_cores):
+            self.notes.append(f"{stage.name} {_other_cores(costs.sink_cores, setup.sink_cores)}: measured anew")
+        else:
+            stage.points = list(costs.points)
+
+
+def _other_cores(then: Sequence[int] | None, now: Sequence[int]) -> str:
+    words = ["all CPUs" if not cores else f"CPUs {','.join(map(str, cores))}" for cores in (then, now)]
+    return f"was measured on {words[0]}, in this build it is on {words[1]}"
+
+
+def _digests_in_words(every: int | None) -> str:
+    if every is None:
+        return "digests or without, which was not kept"
+    return "no digests" if every == 0 else f"digests over one block in {every}"
 
 
 def _where() -> Where:

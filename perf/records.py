@@ -41,7 +41,10 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     Durations begin at `scheduled_s`, when the request was due, not at `sent_s`: a client that falls behind must not
     make its server look better. `at_s` are the instants at which responses with tokens arrived, `tokens` how many each
-    brought. `prompt_tokens` are those asked for, `served_prompt_tokens` those the server counted.
+    brought. `prompt_tokens` are those asked for, `served_prompt_tokens` those the server counted. `tokens_guessed`: the
+    server didn't say how many tokens the answer has, so each response counts as one.
+
+    An answer that came in one response has no pace: its tokens' instants are not known, which is not 0 s between them.
     """
 
     number: int
@@ -57,6 +60,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     at_s: tuple[float, ...] = ()
     tokens: tuple[int, ...] = ()
     served_prompt_tokens: int | None = None
+    tokens_guessed: bool = False
     server: ServerTimes | None = None
 
     @property
@@ -74,9 +78,15 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time of a token after the first; None below two tokens."""
+        """Mean time of a token after the first; None below two responses."""
         count = self.output_tokens
-        return (self.at_s[-1] - self.at_s[0]) / (count - 1) if count > 1 else None
+        return (self.at_s[-1] - self.at_s[0]) / (count - 1) if count > 1 and len(self.at_s) > 1 else None
+
+    @property
+    def in_one_response(self) -> bool:
+        """All of an answer of several tokens, or of who knows how many where more than one was asked for."""
+        several = self.output_tokens > 1 or (self.tokens_guessed and self.max_tokens > 1)
+        return several and len(self.at_s) == 1
 
     @property
     def second_token_s(self) -> float | None:
@@ -96,7 +106,10 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.at_s[-1] - self.scheduled_s if self.at_s else None
 
     def gaps_s(self) -> list[float]:
-        """The time before each token but the first. Tokens of one response came at one instant: between them is 0."""
+        """The time before each token but the first. Tokens of one response came at one instant: between them is 0.
+        Empty if there was one response only."""
+        if len(self.at_s) < 2:
+            return []
         found: list[float] = []
         before: float | None = None
         for at_s, tokens in zip(self.at_s, self.tokens, strict=True):

@@ -3,7 +3,7 @@
 REPORT/
   report.html  report.json  requests.csv
   plots/NAME.png
-  workload.jsonl.gz  records.jsonl.gz    what was asked and what was seen, to replay and to compute again
+and beside it, of a benchmark, what bench_folder.py names: to replay and to compute again
 """
 
 from __future__ import annotations
@@ -72,12 +72,7 @@ def write_report(
 
     Raises InputError if it can't be written.
     """
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined
-    )
-    # matplotlib escapes text of its own, and nothing else is in its SVG
-    drawn = {name: markupsafe.Markup(plots.svg(figure)) for name, figure in figures.items()}
-    html = environment.get_template("report.html.j2").render(page=page, svgs=drawn)
+    html = rendered(page, figures)
     encoded = msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"
     try:
         (folder / "plots").mkdir(parents=True, exist_ok=True)
@@ -94,8 +89,19 @@ def write_report(
     return folder / "report.html"
 
 
+def rendered(page: Page, figures: Mapping[str, Figure]) -> str:
+    """As HTML that needs no other file."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined
+    )
+    # matplotlib escapes text of its own, and nothing else is in its SVG
+    drawn = {name: markupsafe.Markup(plots.svg(figure)) for name, figure in figures.items()}
+    return environment.get_template("report.html.j2").render(page=page, svgs=drawn)
+
+
 COLUMNS: Sequence[str] = (
     "number", "kind", "scheduled_s", "sent_s", "prompt_tokens", "served_prompt_tokens", "max_tokens", "output_tokens",
+    "tokens_guessed",
     "state", "reason", "verdict", "ttft_s", "second_token_s", "tpot_s", "longest_gaps_s", "total_s",
 )  # fmt: skip
 SERVER_COLUMNS = ("queue_s", "prefill_s", "transfer_s", "exposed_s", "transfer_bytes", "retries", "prefill", "decode")
@@ -130,11 +136,11 @@ def number(value: float | None, digits: int = 3, unit: str = "") -> str:
 
 
 def interval(value: Interval | None, factor: float = 1.0, unit: str = "") -> str:
-    """12.3 (11.9 to 12.8) unit."""
+    """12.3 (11.9 to 12.8) unit; where a bound is open, 12.3 (at least 11.9) unit."""
     if value is None:
         return NOTHING
-    low, high = number(value.low * factor), number(value.high * factor)
-    text = f"{number(value.value * factor)} ({low} to {high})"
+    scaled = value.times(factor)
+    text = f"{number(scaled.value)} ({scaled.around(number)})"
     return f"{text} {unit}" if unit else text
 
 
@@ -142,7 +148,7 @@ def percent(value: Interval | None) -> str:
     """97.1 % (95.0 to 98.8)."""
     if value is None:
         return NOTHING
-    return f"{value.value:.1%} ({value.low * 100:.1f} to {value.high * 100:.1f})"
+    return f"{value.value:.1%} ({value.times(100.0).around(lambda bound: f'{bound:.1f}')})"
 
 
 def latency_table(rows: Mapping[str, Distribution | None]) -> Table:

@@ -1,14 +1,15 @@
 """Traces of real traffic as requests: the slices in data/, or any CSV or JSON lines whose columns are named.
 
 Known by their headers: Azure 2023 (TIMESTAMP, ContextTokens, GeneratedTokens) and Mooncake (timestamp in ms,
-input_length, output_length, hash_ids: equal ids are equal prompt blocks and become equal text).
+input_length, output_length, hash_ids: equal ids are equal prompt blocks and become equal text). In a CSV, or in a
+string, ids stand with spaces or commas between, with or without brackets: `46 47`, `[46, 47]`.
 """
 
 from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,7 +21,7 @@ from trtpd.build.decoding import typed_json
 from trtpd.build.files import expanded
 from trtpd.errors import InputError
 from trtpd.perf.prompt_text import Segment
-from trtpd.perf.workload import MOST_TOKENS, Ask, read_lines
+from trtpd.perf.workload import MOST_TOKENS, Ask, numbered_lines
 
 DATA = Path(__file__).resolve().parent / "data"
 SLICES = {
@@ -31,7 +32,8 @@ SLICES = {
 MOONCAKE_BLOCK_TOKENS = 512
 UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _OWN_SEEDS = 1 << 40
-"""Seeds of prompts that share nothing begin here, above any id of a shared block."""
+"""Seeds of prompts that share nothing begin here, above ids of shared blocks that are counted from 0."""
+_MOST_ID = 1 << 63
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,24 +71,34 @@ class TraceOptions:
             raise InputError(f"the trace offset is {self.offset}; it must be 0 or more")
 
 
-def read_trace(source: str, options: TraceOptions, *, limit: int) -> list[Ask]:
-    """Up to `limit` requests in order of time, the first at 0 s. `source` is a name of SLICES or a path.
+def read_trace(source: str, options: TraceOptions, *, limit: int) -> tuple[list[Ask], tuple[str, ...]]:
+    """Up to `limit` requests in order of time, the first at 0 s, and notes on what is missing. `source` is a name of
+    SLICES or a path.
 
     Rows without a prompt or without an answer are left out, as nothing can be asked for. Raises InputError naming
-    row and column.
+    line and column.
     """
     path = DATA / SLICES[source] if source in SLICES else expanded(source)
     if source not in SLICES and not path.is_file():
         raise InputError(f"trace {source!r}: no such file, and none of {', '.join(SLICES)}")
     rows = _rows(path)
-    columns = parse_columns(options.columns) if options.columns else _by_header(rows, path)
-    read = [_Row.of(row, columns, f"{path}: row {number + 1}") for number, row in enumerate(rows)]
+    columns = _by_header(rows, path) if options.columns is None else parse_columns(options.columns)
+    if options.columns is not None and columns.hashes and not any(columns.hashes in row for _, row in rows):
+        raise InputError(f"{path}: has no column {columns.hashes!r}, which --columns names for hashes")
+    read = [_Row.of(row, columns, f"{path}: line {line}") for line, row in rows]
     usable = sorted((row for row in read if row.prompt_tokens > 0 and row.output_tokens > 0), key=lambda row: row.at_s)
     kept = usable[options.offset : options.offset + limit]
     if not kept:
         raise InputError(f"{path}: has no request left from row {options.offset} on ({len(usable)} usable rows)")
+    notes = []
+    if len(usable) < len(read):
+        notes.append(
+            f"{len(read) - len(usable)} of the trace's {len(read)} rows left out: no prompt or no answer in them"
+        )
+    if len(kept) < limit:
+        notes.append(f"{limit} requests were wanted, the trace has {len(kept)} from row {options.offset} on")
     kind = source if source in SLICES else path.name.split(".")[0]
-    return [
+    asks = [
         Ask(
             segments=row.segments(number, columns.block_tokens),
             max_tokens=row.output_tokens,
@@ -95,6 +107,7 @@ def read_trace(source: str, options: TraceOptions, *, limit: int) -> list[Ask]:
         )
         for number, row in enumerate(kept)
     ]
+    return asks, tuple(notes)
 
 
 def parse_columns(text: str) -> Columns:
@@ -110,6 +123,8 @@ def parse_columns(text: str) -> Columns:
         raise InputError(f"columns {text!r}: unit is {unit!r}; it must be one of {', '.join(UNITS)}")
     if not block.isdecimal() or int(block) < 1:
         raise InputError(f"columns {text!r}: block is {block!r}; it must be a number of tokens")
+    if "block" in given and "hashes" not in given:
+        raise InputError(f"columns {text!r}: block is the length of what an id of hashes stands for; give hashes too")
     return Columns(
         time=given["time"],
         prompt=given["prompt"],
@@ -120,23 +135,46 @@ def parse_columns(text: str) -> Columns:
     )
 
 
-def _rows(path: Path) -> list[Mapping[str, Any]]:
-    lines = read_lines(path)
-    if path.name.removesuffix(".gz").endswith((".jsonl", ".json")):
+_Rows = list[tuple[int, Mapping[str, Any]]]
+"""Each with its line in the file."""
+
+
+def _rows(path: Path) -> _Rows:
+    lines = numbered_lines(path)
+    if not path.name.removesuffix(".gz").endswith((".jsonl", ".json")):
+        return _csv_rows(path, lines)
+    rows: _Rows = []
+    for number, line in lines:
         try:
-            return [typed_json(line, dict[str, Any]) for line in lines]
+            rows.append((number, typed_json(line, dict[str, Any])))
         except ValueError as error:
-            raise InputError(f"{path}: not JSON lines ({error})") from error
+            raise InputError(f"{path}: line {number} is no JSON object ({error})") from error
+    return rows
+
+
+def _csv_rows(path: Path, lines: Sequence[tuple[int, bytes]]) -> _Rows:
+    """Raises InputError for a row that has other fields than the header names."""
+    rows: _Rows = []
     try:
-        return list(csv.DictReader(line.decode() for line in lines))
+        reader = csv.reader(line.decode("utf-8-sig" if number == 1 else "utf-8") for number, line in lines)
+        header = next(reader, [])
+        for fields in reader:
+            number = lines[reader.line_num - 1][0]
+            if len(fields) != len(header):
+                raise InputError(
+                    f"{path}: line {number} has {len(fields)} fields and the header {len(header)}; put quotes around a "
+                    "field with a comma in it"
+                )
+            rows.append((number, dict(zip(header, fields, strict=True))))
     except (UnicodeDecodeError, csv.Error) as error:
         raise InputError(f"{path}: not a CSV file ({error}); JSON lines must be named .jsonl") from error
+    return rows
 
 
-def _by_header(rows: Iterable[Mapping[str, Any]], path: Path) -> Columns:
-    first = next(iter(rows), None)
-    if first is None:
+def _by_header(rows: _Rows, path: Path) -> Columns:
+    if not rows:
         raise InputError(f"{path}: holds no row")
+    _, first = rows[0]
     for columns in KNOWN:
         if {columns.time, columns.prompt, columns.output} <= first.keys():
             return columns
@@ -157,7 +195,7 @@ class _Row(msgspec.Struct, frozen=True):
                 at_s=_seconds(row[columns.time], columns.unit),
                 prompt_tokens=_tokens(row[columns.prompt]),
                 output_tokens=_tokens(row[columns.output]),
-                hashes=tuple(int(one) for one in hashes or ()),
+                hashes=_ids(hashes),
             )
         except KeyError as error:
             raise InputError(f"{where}: has no column {error.args[0]!r}") from error
@@ -175,6 +213,24 @@ class _Row(msgspec.Struct, frozen=True):
         if left > 0:
             found.append(Segment(seed=_OWN_SEEDS + number, tokens=left))
         return tuple(found)
+
+
+def _ids(cell: object) -> tuple[int, ...]:
+    """Of a list, or of text with spaces or commas between. Raises ValueError."""
+    if cell is None:
+        return ()
+    parts = (
+        cell.strip().removeprefix("[").removesuffix("]").replace(",", " ").split() if isinstance(cell, str) else cell
+    )
+    if not isinstance(parts, list) or any(isinstance(one, float | bool) for one in parts):
+        raise ValueError(f"hashes are {str(cell)[:40]!r}; they must be whole numbers in a list, such as [46, 47]")
+    try:
+        found = tuple(int(one) for one in parts)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"hashes are {str(cell)[:40]!r}; write whole numbers with spaces between") from error
+    if any(not 0 <= one < _MOST_ID for one in found):
+        raise ValueError(f"hashes are {str(cell)[:40]!r}; each must lie between 0 and {_MOST_ID - 1}")
+    return found
 
 
 def _tokens(value: Any) -> int:

@@ -19,6 +19,7 @@ from tritonclient.grpc import service_pb2
 from trtpd.errors import NoInstanceError, RequestError, SaturatedError, ServeError
 from trtpd.perf.records import ServerTimes
 from trtpd.perf.transport import Arrived, Ending, Question
+from trtpd.perf.workload import MOST_TOKENS
 from trtpd.runtime.serve.address import server_address
 from trtpd.runtime.serve.timeline import TimelineReport, from_json
 
@@ -118,6 +119,8 @@ class TritonTransport:
             await call.write(request)
             await call.done_writing()
             while (response := await call.read()) is not grpc.aio.EOF:
+                if response is None:  # grpc's word for bytes that are no such message
+                    raise ValueError("a response is no ModelStreamInferResponse")
                 if response.error_message:
                     return ending_of_error(response.error_message)
                 count = _tokens(response.infer_response)
@@ -130,6 +133,8 @@ class TritonTransport:
         except grpc.aio.AioRpcError as error:
             reason = f"grpc_{error.code().name.lower()}"
             return Ending(state="failed", reason=reason, message=error.details() or "")
+        except ValueError as error:
+            return Ending(state="failed", reason="protocol", message=f"a response can't be read: {error}")
         finally:
             call.cancel()
         return _ending(last, tokens)
@@ -154,25 +159,34 @@ def _raw(kind: str, value: object) -> bytes:
 
 
 def _tokens(response: Any) -> int:
+    """Raises ValueError for a shape that no answer has."""
     for output in response.outputs:
         if output.name == "output_ids":
-            return math.prod(output.shape)
+            tokens: int = math.prod(output.shape)
+            if not 0 <= tokens <= MOST_TOKENS:
+                raise ValueError(f"output_ids has the shape {list(output.shape)}")
+            return tokens
     return 0
 
 
 def _ids(response: Any) -> list[int]:
     for output, raw in zip(response.outputs, response.raw_output_contents, strict=False):
         if output.name == "output_ids":
+            if output.datatype not in _TYPES:
+                raise ValueError(f"output_ids is of type {output.datatype!r}")
             found: list[int] = np.frombuffer(raw, _TYPES[output.datatype]).tolist()
             return found
     return []
 
 
 def _keep(last: dict[str, Any], response: Any) -> None:
-    """What only the last response brings."""
+    """What only the last response brings. Raises ValueError for text that is no UTF-8."""
     for output, raw in zip(response.outputs, response.raw_output_contents, strict=False):
         if output.datatype == "BYTES" and output.name in ("finish_reason", "timeline"):
-            last[output.name] = raw[4:].decode()
+            try:
+                last[output.name] = raw[4:].decode()
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{output.name} is no UTF-8 ({error})") from error
         elif output.name == "num_input_tokens":
             last[output.name] = int.from_bytes(raw[:4], "little")
 

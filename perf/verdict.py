@@ -18,6 +18,7 @@ from trtpd.perf.report import number
 
 TARGETS = {COLOCATED: 2.0, CHUNKED: 1.2}
 STEADY = 1.3
+NEARLY_ALL = 0.9
 WORDS = {
     "ahead": "disaggregation pays here",
     "behind": "disaggregation does not pay here",
@@ -187,12 +188,12 @@ def _at_equal_rates(comparison: Comparison) -> str:
     for arm in TARGETS:
         if not measured(comparison, arm):
             continue
-        words: dict[str, list[str]] = {}
-        for rate, ratio in equal_rates(comparison, arm):
-            words.setdefault(AT_RATES[ratio.word], []).append(f"{rate:g} requests/s ({ratio_text(ratio)})")
-        rates = ", ".join(f"{word} {', '.join(those)}" for word, those in words.items())
-        said.append(f"beside {arm} {rates or 'measured at no rate in common'}")
-    return f"At equal rates disaggregated is, {'; '.join(said)}."
+        rates = [
+            f"{AT_RATES[ratio.word]} {rate:g} requests/s, {ratio_text(ratio)}"
+            for rate, ratio in equal_rates(comparison, arm)
+        ]
+        said.append(f"eside {arm}: {'; '.join(rates) or 'measured at no rate in common'}.")
+    return f"At equal rates, disaggregated b{' B'.join(said)}"
 
 
 def _misses(comparison: Comparison) -> str:
@@ -208,7 +209,17 @@ def _misses(comparison: Comparison) -> str:
         rates = [one.rate for one in (top, own, often[-1]) if one is not None]
         rate = next(rate for rate in rates if usable(comparison.points, arm, rate))
         said.append(f"{arm} {_missed(comparison, arm, rate)}")
-    return f"What missed the targets: {'; '.join(said)}."
+    return f"What missed the targets: {'; '.join(said)}.{_other_rates(comparison)}"
+
+
+def _other_rates(comparison: Comparison) -> str:
+    """Whether the rates were such that no arm could be better than another."""
+    shares = [one.good / one.offered for arm in arms_of(comparison) for one in measured(comparison, arm)]
+    if min(shares) >= NEARLY_ALL:
+        return " Every arm served nearly all at these rates: only higher ones could tell them apart."
+    if max(shares) <= 1.0 - NEARLY_ALL:
+        return " No arm served more than a few at these rates: only lower ones could tell them apart."
+    return ""
 
 
 def _missed(comparison: Comparison, arm: str, rate: float) -> str:

@@ -111,8 +111,16 @@ def check_seed(seed: int) -> None:
         raise InputError(f"the seed is {seed}; it must lie between 0 and {(1 << 63) - 1}")
 
 
+def is_saved(name: str) -> bool:
+    """Whether a workload of that name is a file that `save` wrote."""
+    return name.endswith((".jsonl", ".jsonl.gz")) and not name.startswith("trace:")
+
+
 def save(workload: Workload, path: Path) -> None:
-    """Equal workloads give equal bytes. Raises InputError if it can't be written."""
+    """Equal workloads give equal bytes. Raises InputError if it can't be written, or would not be known as a workload
+    by its name."""
+    if not is_saved(str(path)):
+        raise InputError(f"{path}: a saved workload is known by its name; end it in .jsonl or .jsonl.gz")
     encode = msgspec.json.encode
     header = Header(
         trtpd_workload=FORMAT,
@@ -140,9 +148,9 @@ def save(workload: Workload, path: Path) -> None:
 def load(path: Path) -> Workload:
     """Raises InputError for a file that is no workload, is cut short, or whose prompts this version would write
     otherwise."""
-    lines = read_lines(path)
+    lines = numbered_lines(path)
     try:
-        header = msgspec.json.decode(lines[0], type=Header)
+        header = msgspec.json.decode(lines[0][1], type=Header)
     except (IndexError, msgspec.MsgspecError) as error:
         raise InputError(
             f"{path}: not a saved workload ({error or 'empty'}); make one with `trtpd bench --save`"
@@ -150,11 +158,11 @@ def load(path: Path) -> Workload:
     if header.trtpd_workload != FORMAT:
         raise InputError(f"{path}: workload format {header.trtpd_workload}, this trtpd reads {FORMAT}; make it again")
     asks: list[Ask] = []
-    for number, line in enumerate(lines[1:]):
+    for number, line in lines[1:]:
         try:
             asks.append(msgspec.json.decode(line, type=Ask))
         except msgspec.MsgspecError as error:
-            raise InputError(f"{path}: line {number + 2} is not a request ({error})") from error
+            raise InputError(f"{path}: line {number} is not a request ({error})") from error
     if len(asks) != header.requests:
         raise InputError(f"{path}: holds {len(asks)} requests of {header.requests}; it was cut short, make it again")
     workload = Workload(
@@ -167,6 +175,11 @@ def load(path: Path) -> Workload:
 
 def read_lines(path: Path) -> list[bytes]:
     """All lines that are not empty, unpacked if the name ends in .gz. Raises InputError."""
+    return [line for _, line in numbered_lines(path)]
+
+
+def numbered_lines(path: Path) -> list[tuple[int, bytes]]:
+    """Those lines and their places in the file, from 1 on."""
     try:
         raw = path.read_bytes()
         if path.suffix == ".gz":
@@ -174,7 +187,7 @@ def read_lines(path: Path) -> list[bytes]:
     except (OSError, EOFError, zlib.error) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise InputError(f"{path}: can't be read ({reason})") from error
-    return [line for line in raw.splitlines() if line.strip()]
+    return [(number, line) for number, line in enumerate(raw.splitlines(), start=1) if line.strip()]
 
 
 def closed_loop(asks: Sequence[Ask]) -> tuple[Ask, ...]:

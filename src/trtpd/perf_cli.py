@@ -15,27 +15,43 @@ from trtpd.errors import InputError
 
 if TYPE_CHECKING:
     from trtpd.perf.bench import Target
+    from trtpd.perf.bench_result import Measured
     from trtpd.perf.goodput import Deployment
     from trtpd.perf.make_workload import Wanted
     from trtpd.perf.slo import FixedSlo
 
 MS = 1e3
+URL = "127.0.0.1:8001"
+TIMEOUT_S = 120.0
 DEFINITIONS = ("trtpd", "distserve", "mooncake")
 
 
-def add_workload_arguments(sub: argparse.ArgumentParser, *, name: str | None = None, requests: int = 200) -> None:
-    """What is asked, how often, in which lengths. Without a default `name` it must be given."""
+def add_workload_arguments(
+    sub: argparse.ArgumentParser,
+    *,
+    name: str | None = None,
+    requests: int = 200,
+    required: bool = True,
+    own_load: bool = False,
+) -> None:
+    """What is asked, how often (`requests` where not given), in which lengths. Without a default `name` it must be
+    given if `required`. `own_load`: the command decides how many there are and when, so that options for this are known
+    only to be refused with the reason."""
+    sub.set_defaults(usual_requests=requests)
     group = sub.add_argument_group("workload")
     group.add_argument(
         "--workload",
-        required=name is None,
+        required=required and name is None,
         default=name,
         metavar="NAME",
         help="chat, rag, code, summarise, mixed, agent; trace:azure-code, trace:azure-conv, trace:mooncake, "
-        "trace:FILE; or a saved workload (.jsonl, .jsonl.gz), replayed byte for byte",
+        "trace:FILE" + ("" if own_load else "; or a saved workload (.jsonl, .jsonl.gz), replayed byte for byte"),
     )
-    group.add_argument("--requests", type=int, default=requests, metavar="N", help="how many")
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed, the same requests")
+    how_many, how_fast = f"how many (default: {requests})", "of a trace's own instants: 0.5 is twice as fast"
+    if own_load:
+        how_many = how_fast = argparse.SUPPRESS
+    group.add_argument("--requests", type=int, metavar="N", help=how_many)
+    group.add_argument("--seed", type=int, metavar="N", help="the same seed, the same requests (default: 0)")
     group.add_argument(
         "--arrivals",
         metavar="SHAPE",
@@ -46,46 +62,11 @@ def add_workload_arguments(sub: argparse.ArgumentParser, *, name: str | None = N
     )
     group.add_argument("--max-prompt-tokens", type=int, metavar="N", help="longer prompts are cut")
     group.add_argument("--max-total-tokens", type=int, metavar="N", help="prompt and answer (default: the server's)")
-    group.add_argument("--time-scale", type=float, default=1.0, metavar="F", help="of a trace: 0.5 is twice as fast")
-    group.add_argument("--trace-offset", type=int, default=0, metavar="N", help="of a trace: the first row to take")
+    group.add_argument("--time-scale", type=float, metavar="F", help=how_fast)
+    group.add_argument("--trace-offset", type=int, metavar="N", help="of a trace: the first row to take (default: 0)")
     group.add_argument(
         "--columns", metavar="MAP", help="of a trace:FILE: time=T,prompt=P,output=O[,hashes=H][,unit=ms][,block=512]"
     )
-
-
-def wanted_of(args: argparse.Namespace, *, rate: float | None, concurrency: int | None = None) -> Wanted:
-    """Raises InputError."""
-    from trtpd.perf.arrivals import parse
-    from trtpd.perf.lengths import LengthFit
-    from trtpd.perf.make_workload import Wanted, check_wanted
-    from trtpd.perf.traces import TraceOptions
-
-    fit = LengthFit(
-        scale=_scale(args.scale_lengths),
-        max_prompt_tokens=args.max_prompt_tokens,
-        max_total_tokens=args.max_total_tokens,
-    )
-    wanted = Wanted(
-        name=args.workload,
-        requests=args.requests,
-        seed=args.seed,
-        rate=rate,
-        concurrency=concurrency,
-        arrivals=parse(args.arrivals) if args.arrivals else None,
-        fit=fit,
-        trace=TraceOptions(columns=args.columns, offset=args.trace_offset, time_scale=args.time_scale),
-    )
-    check_wanted(wanted)
-    return wanted
-
-
-def _scale(text: str | None) -> float | None:
-    if text is None or text == "auto":
-        return None
-    try:
-        return float(text)
-    except ValueError as error:
-        raise InputError(f"--scale-lengths is {text!r}; give a number or auto") from error
 
 
 def command_line() -> str:
@@ -94,31 +75,30 @@ def command_line() -> str:
 
 
 def add_bench(sub: argparse.ArgumentParser) -> None:
-    add_workload_arguments(sub)
+    add_workload_arguments(sub, required=False)
     load = sub.add_mutually_exclusive_group()
     load.add_argument("--rate", type=float, metavar="R", help="requests a second, open loop")
     load.add_argument("--concurrency", type=int, metavar="N", help="users that each wait for their answer, closed loop")
     server = sub.add_argument_group("server")
     server.add_argument(
-        "--url", type=argument_types.server, default="127.0.0.1:8001", metavar="HOST:PORT", help="Triton's gRPC address"
+        "--url", type=argument_types.server, metavar="HOST:PORT", help=f"Triton's gRPC address (default: {URL})"
     )
     server.add_argument("--openai", metavar="URL", help="an OpenAI server instead, http://HOST:PORT")
     server.add_argument("--model", metavar="NAME", help="default: pd; prefill_0 or decode_0 measure one stage")
     server.add_argument("--extra-body", metavar="JSON", help="merged into each OpenAI request; null takes a field out")
-    server.add_argument("--channels", type=argument_types.count, default=1, metavar="N", help="gRPC connections")
+    server.add_argument("--channels", type=argument_types.count, metavar="N", help="gRPC connections (default: 1)")
     server.add_argument(
         "--timeout-s",
         type=argument_types.some_seconds,
-        default=120.0,
         metavar="S",
-        help="a request that takes longer failed",
+        help=f"a request that takes longer failed (default: {TIMEOUT_S:g})",
     )
     size = server.add_mutually_exclusive_group()
     size.add_argument(
         "--cores",
         type=argument_types.count,
         metavar="N",
-        help="of the whole deployment (default: this host's, if here)",
+        help="of the whole deployment (default: those that a server on this host may use)",
     )
     size.add_argument("--gpus", type=argument_types.count, metavar="N", help="of the whole deployment")
     targets = sub.add_argument_group("targets and report")
@@ -142,16 +122,32 @@ def add_bench(sub: argparse.ArgumentParser) -> None:
         help="cut from the beginning (default: a tenth, to 30 s)",
     )
     targets.add_argument("--save", type=Path, metavar="FILE", help="only write the workload there (.jsonl, .jsonl.gz)")
-    targets.add_argument("-o", "--output", type=Path, metavar="REPORT", help="folder for HTML, JSON, CSV and plots")
+    targets.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="REPORT",
+        help="folder for the report (HTML, JSON, CSV, plots) and the records, which are kept also if it is refused",
+    )
+    targets.add_argument(
+        "--again",
+        type=Path,
+        metavar="REPORT",
+        help="measure nothing: make the report anew from such a folder, by these targets, warm-up, cores or GPUs",
+    )
 
 
 def bench(args: argparse.Namespace) -> int:
     from trtpd.build.files import check_writable
-    from trtpd.perf import bench_report
     from trtpd.perf.bench import BenchOptions
     from trtpd.perf.bench import bench as measure
+    from trtpd.perf.workload_options import bench_wanted
 
-    wanted = wanted_of(args, rate=args.rate, concurrency=args.concurrency)
+    if args.again is not None:
+        return _bench_again(args)
+    if args.workload is None:
+        raise InputError("what is to be asked? give --workload NAME, or --again REPORT for a run that was made before")
+    wanted = bench_wanted(args)
     if args.save is not None:
         return _save(args, wanted)
     options = BenchOptions(
@@ -159,20 +155,65 @@ def bench(args: argparse.Namespace) -> int:
         wanted=wanted,
         slo=fixed_slo(args),
         warm_up_s=args.warm_up_s,
-        timeout_s=args.timeout_s,
+        timeout_s=args.timeout_s or TIMEOUT_S,
         deployment=_deployment(args),
         send_targets=not args.keep_targets,
+        command=command_line(),
     )
     if args.output is not None:
         _need_plots()
         check_writable(args.output)
     with console.progress() as progress:
-        measured = measure(options, progress=progress)
-    text = bench_report.lines(measured.result)
-    if args.output is not None:
-        text.append(f"report       {bench_report.write(args.output, measured, command=command_line())}")
-    console.result(_plain(measured.result), as_json=args.json, text="\n".join(text))
+        measured = measure(options, progress=progress, folder=args.output)
+    _show(args, measured, args.output)
     return 130 if measured.result.interrupted else 0
+
+
+def _bench_again(args: argparse.Namespace) -> int:
+    """Raises InputError for options of a run, which is not made."""
+    import msgspec
+
+    from trtpd.build.files import check_writable
+    from trtpd.perf.bench import bench_again
+    from trtpd.perf.bench_folder import keep
+    from trtpd.perf.bench_result import About
+    from trtpd.perf.workload_options import refuse_beside_again
+
+    refuse_beside_again(args)
+    folder = args.output or args.again
+    _need_plots()
+    check_writable(folder)
+    given, deployment = fixed_slo(args), _deployment(args)
+
+    def change(about: About) -> About:
+        slo = msgspec.structs.replace(
+            about.slo,
+            **{name: value for name in ("ttft_s", "tpot_s") if (value := getattr(given, name)) is not None},
+        )
+        return msgspec.structs.replace(
+            about,
+            slo=slo,
+            targets_remark=about.targets_remark if slo == about.slo else "",
+            warm_up_s=about.warm_up_s if args.warm_up_s is None else args.warm_up_s,
+            deployment=deployment or about.deployment,
+        )
+
+    measured = bench_again(args.again, change, command=command_line())
+    if folder.resolve() != args.again.resolve():
+        keep(folder, measured.taken)
+    _show(args, measured, folder)
+    return 0
+
+
+def _show(args: argparse.Namespace, measured: Measured, folder: Path | None) -> None:
+    """Writes the report into `folder`, if there is one, and prints what matters of it."""
+    from trtpd.perf import bench_report
+
+    text = bench_report.lines(measured.result)
+    if folder is not None:
+        measured = bench_report.with_replay(measured, folder)
+        text.append(f"report       {bench_report.write(folder, measured)}")
+    console.result(_plain(measured.result), as_json=args.json, text="\n".join(text))
 
 
 def fixed_slo(args: argparse.Namespace) -> FixedSlo:
@@ -210,7 +251,7 @@ def _target(args: argparse.Namespace) -> Target:
             raise InputError("--extra-body must be a JSON object")
     if args.openai:
         return Target(url=args.openai, openai=True, model=args.model or "", extra=extra)
-    return Target(url=args.url, model=args.model or "pd", channels=args.channels)
+    return Target(url=args.url or URL, model=args.model or "pd", channels=args.channels or 1)
 
 
 def _deployment(args: argparse.Namespace) -> Deployment | None:
@@ -240,7 +281,7 @@ def add_perf_analyzer(sub: argparse.ArgumentParser) -> None:
     add_workload_arguments(sub, name="chat", requests=60)
     server = sub.add_argument_group("runs")
     server.add_argument(
-        "--url", type=argument_types.server, default="127.0.0.1:8001", metavar="HOST:PORT", help="Triton's gRPC address"
+        "--url", type=argument_types.server, default=URL, metavar="HOST:PORT", help="Triton's gRPC address"
     )
     server.add_argument("--model", default="pd", metavar="NAME", help="pd, prefill_N or decode_N")
     server.add_argument(
@@ -264,7 +305,7 @@ def add_perf_analyzer(sub: argparse.ArgumentParser) -> None:
         type=Path,
         default=Path("perf-analyzer"),
         metavar="FOLDER",
-        help="its inputs, exports and logs",
+        help="summary.json, loads.csv and report.html; its inputs, exports and logs",
     )
     sub.add_argument("args", nargs="*", metavar="-- ARGS", help="further arguments for perf_analyzer")
 
@@ -273,6 +314,7 @@ def perf_analyzer(args: argparse.Namespace) -> int:
     from trtpd.build.files import check_writable
     from trtpd.perf.analyze import AnalyzeOptions, analyze, table
     from trtpd.perf.perf_analyzer import Load
+    from trtpd.perf.workload_options import analyzer_wanted
 
     check_writable(args.output)
     loads = [Load(concurrency=number) for number in numbers(args.concurrency, int, "--concurrency")]
@@ -280,25 +322,27 @@ def perf_analyzer(args: argparse.Namespace) -> int:
     options = AnalyzeOptions(
         url=args.url,
         model=args.model,
-        wanted=wanted_of(args, rate=None),
+        wanted=analyzer_wanted(args),
         loads=loads or [Load(concurrency=1), Load(concurrency=4)],
         folder=args.output,
         repeats=args.repeats,
         budget_s=args.budget_s,
         ours=not args.alone,
         extra=args.args,
+        command=command_line(),
     )
     with console.progress() as progress:
         result = analyze(options, progress=progress)
+    status = 130 if result.stopped else 0
     if args.json:
         console.result(_plain(result), as_json=True)
-        return 0
+        return status
     shown = table(result)
     console.table(shown.headings, shown.rows, title=f"{result.tool}, model {result.model}, ms")
-    if not result.complete:
-        console.say(f"the budget of {args.budget_s:g} s ended before all runs were made")
-    print(args.output / "summary.json")
-    return 0
+    for remark in result.remarks:
+        console.say(remark)
+    print(args.output / "report.html")
+    return status
 
 
 Number = TypeVar("Number", int, float)
@@ -321,7 +365,7 @@ def numbers(text: str, kind: type[Number], option: str) -> list[Number]:
 
 def add_compare(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("build", type=Path, metavar="BUILD", help="a build with prefill and decode pools and their cores")
-    add_workload_arguments(sub)
+    add_workload_arguments(sub, own_load=True)
     runs = sub.add_argument_group("runs")
     runs.add_argument(
         "--rates", default="", metavar="R,...", help="requests a second (default: each arm's best is sought)"
@@ -374,13 +418,14 @@ def compare(args: argparse.Namespace) -> int:
     from trtpd.perf.compare import CompareOptions, Comparer
     from trtpd.perf.compare_ending import ending
     from trtpd.perf.verdict import found_nothing, verdict
+    from trtpd.perf.workload_options import compare_wanted
 
     folder = args.output or Path("compare-" + "".join(c if c.isalnum() else "-" for c in args.workload))
     _need_plots()
     check_writable(folder)
     options = CompareOptions(
         build=args.build.resolve(),
-        wanted=wanted_of(args, rate=None),
+        wanted=compare_wanted(args),
         folder=folder,
         rates=numbers(args.rates, float, "--rates"),
         repeats=args.repeats,

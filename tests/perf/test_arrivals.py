@@ -48,6 +48,37 @@ def test_a_ramp_has_three_times_as_many_arrivals_in_its_second_half_as_one_from_
     assert (found > half_s).sum() / (found <= half_s).sum() == pytest.approx(3.0, rel=0.15)
 
 
+ENDS = st.sampled_from([0.0, 1e-6, 1.0, 1e6]) | st.floats(1e-6, 1e6)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    ends=st.tuples(ENDS, ENDS).filter(any),
+    count=st.integers(1, 3000),
+    rate=st.floats(0.01, 1e3),
+    seed=st.integers(0, 1 << 32),
+)
+def test_a_ramp_has_all_its_requests_within_the_time_that_the_mean_rate_gives_them(ends, count, rate, seed):
+    found = parse(f"ramp:{ends[0]!r},{ends[1]!r}").instants(count, rate, np.random.default_rng(seed))
+    length_s = count / rate
+    assert len(found) == count
+    assert np.all(np.diff(found) >= 0)
+    assert found[0] >= 0.0
+    assert found[-1] <= length_s * (1 + 1e-12)
+    # the instants sent back through the expected count are even draws: no rank is far from its place
+    time = found / length_s
+    first, last = ends[0] / sum(ends), ends[1] / sum(ends)
+    share = 2.0 * first * time + (last - first) * time**2
+    ranks = (np.arange(count) + 0.5) / count
+    assert np.max(np.abs(share - ranks)) < 3.5 / np.sqrt(count)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_ramp_to_zero_ends_when_its_time_is_over(seed):
+    found = instants("ramp:1,0", count=200, rate=1.0, seed=seed)
+    assert 150.0 < found[-1] <= 200.0
+
+
 @pytest.mark.parametrize(
     ("text", "fault"),
     [

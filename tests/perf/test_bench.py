@@ -5,6 +5,8 @@ import io
 import json
 import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
 
 import msgspec
@@ -16,9 +18,10 @@ from trtpd.errors import InputError
 from trtpd.perf import bench as room
 from trtpd.perf import bench_report
 from trtpd.perf.bench import BenchOptions, Target, bench
+from trtpd.perf.bench_folder import keep
 from trtpd.perf.goodput import Deployment
 from trtpd.perf.make_workload import Wanted
-from trtpd.perf.process_cpu import cpu_times, label_of, server_process
+from trtpd.perf.process_cpu import cpu_times, label_of, server_process, usable_cores
 from trtpd.perf.records import load_records
 from trtpd.perf.slo import FixedSlo
 from trtpd.perf.workload import load
@@ -44,7 +47,8 @@ def test_a_report_holds_page_figures_requests_plots_and_what_is_needed_to_do_it_
     with fake_openai(fixed(0.01, 0.005, 6), statuses={3: 429}) as server:
         found = measured(server.address, deployment=Deployment(units=2, unit="GPU"))
     found = replace(found, result=msgspec.structs.replace(found.result, workload="<script>alert(1)</script>"))
-    page = bench_report.write(tmp_path / "report", found, command="trtpd bench --workload mixed")
+    keep(tmp_path / "report", found.taken)
+    page = bench_report.write(tmp_path / "report", found)
     folder = page.parent
     figures = json.loads((folder / "report.json").read_text())["figures"]
     assert figures["offered"] + figures["cut"] == 40
@@ -100,7 +104,8 @@ def test_a_workload_can_be_saved_without_a_server(tmp_path, capsys):
     ],
 )
 def test_bad_input_is_one_line_and_exit_2(arguments, fault, capsys):
-    assert main(["bench", "--url", "127.0.0.1:1", *arguments]) in (1, 2)
+    url = [] if "--openai" in arguments else ["--url", "127.0.0.1:1"]
+    assert main(["bench", *url, *arguments]) in (1, 2)
     said = capsys.readouterr().err.strip()
     assert fault in said or "no server" in said
     assert "\n" not in said
@@ -133,6 +138,21 @@ def test_cpu_of_a_server_on_this_host_is_found_by_its_port():
     assert server_process("192.0.2.1:8001") is None
     with pytest.raises(InputError, match="HOST:PORT"):
         server_process("localhost:http")
+
+
+def test_the_cores_of_a_server_are_those_it_may_use_and_not_those_of_the_client():
+    listen = (
+        "import os, socket, sys; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))]);"
+        "s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", listen]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        target = Target(url=f"127.0.0.1:{server.stdout.readline().strip()}")
+        assert usable_cores(server_process(target.url)) == 1
+        assert room._this_host(target) == Deployment(units=1, unit="core")
+        server.stdin.close()
+    assert room._this_host(target) is None
+    assert usable_cores(None) is None
 
 
 @pytest.mark.parametrize("url", ["", "http://127.0.0.1:8001", "127.0.0.1:99999"])

@@ -373,7 +373,7 @@ def test_another_trace_file_of_the_same_name_is_another_comparison(tmp_path):
     assert "trace_offset is 0 there and 5 here" in refused(
         tmp_path, wanted=replace(wanted, trace=TraceOptions(offset=5))
     )
-    assert "time_scale" in refused(tmp_path, wanted=replace(wanted, trace=TraceOptions(time_scale=2.0)))
+    assert "--time-scale 2 and --rate" in refused(tmp_path, wanted=replace(wanted, trace=TraceOptions(time_scale=2.0)))
     trace.write_text(rows + "51,7,7\n")
     assert "requests.trace is" in refused(tmp_path, wanted=wanted)
 
@@ -765,6 +765,15 @@ def test_an_option_out_of_bounds_is_told_the_bound_it_broke(tmp_path, capsys, mo
 def test_a_target_out_of_bounds_is_told_the_bound_it_broke(capsys, more, said):
     assert main(["bench", "--workload", "trace:mooncake", *more]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_options_that_a_comparison_decides_itself_are_not_offered_and_refused_with_the_reason(tmp_path, capsys):
+    assert main(["compare", "--help"]) == 0
+    shown = capsys.readouterr().out
+    for option in ("--requests", "--time-scale"):
+        assert option not in shown
+        assert main(command(tmp_path, option, "8")) == 2
+        assert f"{option} would do nothing" in capsys.readouterr().err
 
 
 def test_the_command_knows_all_definitions():

@@ -150,8 +150,8 @@ def test_only_arms_that_were_measured_at_a_rate_are_compared_there():
         point(SPLIT, 1.0, 0, good), point(COLOCATED, 1.0, 0, bad), point(CHUNKED, 0.5, 0, [True] * 20)
     )  # fmt: skip
     assert "both" not in text
-    assert re.search(r"beside colocated ahead at 1 requests/s \(6 times", text)
-    assert "beside colocated, chunked measured at no rate in common" in text
+    assert re.search(r"disaggregated beside colocated: ahead at 1 requests/s, 6 times", text)
+    assert "Beside colocated, chunked: measured at no rate in common." in text
 
 
 def test_a_rate_with_fewer_runs_is_told_beside_those_that_count():
@@ -214,11 +214,18 @@ def test_six_lines_say_who_wins_by_how_much_where_and_why():
     assert len(lines) <= 6
     assert lines[0].startswith("Against colocated, disaggregation pays here: 2 times (95 %: ")
     assert "At best 2 requests/s within targets of 2 offered (2 runs) against 1" in lines[0]
-    assert "beside colocated no difference shown at 1 requests/s (1 times" in lines[2]
-    assert "ahead at 2 requests/s (6 times" in lines[2]
+    assert "disaggregated beside colocated: no difference shown at 1 requests/s, 1 times" in lines[2]
+    assert "ahead at 2 requests/s, 6 times" in lines[2]
     assert "disaggregated none of 60 at 2 requests/s" in lines[3]
     assert "colocated 50 of 60 at 2 requests/s (first token late 50)" in lines[3]
     assert "may change when the same command goes on" in lines[-1]
+
+
+@pytest.mark.parametrize(("served", "hint"), [(29, "only higher ones"), (1, "only lower ones"), (15, "")])
+def test_rates_that_can_tell_nothing_apart_are_said_to_be_too_low_or_too_high(served, hint):
+    text = text_of(*(point(arm, 1.0, 0, [n < served for n in range(30)]) for arm in ARMS))
+    assert ("could tell them apart" in text) == bool(hint)
+    assert hint in text
 
 
 def distserve_runs():

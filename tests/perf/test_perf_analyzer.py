@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from trtpd.errors import BuildError, ServeError
+from trtpd.errors import BuildError, InputError, ServeError
 from trtpd.perf.lengths import LengthFit
 from trtpd.perf.make_workload import Wanted, make
 from trtpd.perf.perf_analyzer import (
@@ -13,6 +13,8 @@ from trtpd.perf.perf_analyzer import (
     Latencies,
     Load,
     agreement,
+    at_load,
+    check_extra,
     dealt,
     input_data,
     latencies,
@@ -135,6 +137,59 @@ def test_users_of_a_closed_loop_ask_what_perf_analyzer_would_have_them_ask(name)
 def test_an_open_loop_is_dealt_to_nobody():
     workload = make(Wanted(name="chat", rate=2.0, requests=5, fit=LengthFit(scale=0.1)))
     assert dealt(workload) is workload
+
+
+@pytest.mark.parametrize("load", [Load(concurrency=3), Load(rate=5.0)])
+@pytest.mark.parametrize("name", ["chat", "agent", "trace:mooncake"])
+def test_a_workload_is_the_same_load_for_both_whatever_instants_and_sessions_it_had(name, load):
+    fit = LengthFit(scale=0.05)
+    for how in ({"rate": 0.5}, {"concurrency": 7}):
+        made = make(Wanted(name=name, requests=40, seed=3, fit=fit, **how))
+        found = at_load(made, load)
+        assert [ask.segments for ask in found.asks] == [ask.segments for ask in made.asks]
+        assert found.concurrency == load.concurrency
+        if load.rate is not None:
+            assert all(ask.after is None for ask in found.asks)
+            assert 40 / found.duration_s == pytest.approx(5.0, rel=0.5)
+        else:
+            assert found == dealt(found)
+
+
+def test_figures_where_requests_did_not_finish_are_not_said_to_agree():
+    whole = latencies([(0.0, [0.1, 0.2, 0.3])] * 3)
+    part = latencies([(0.0, [0.1, 0.2, 0.3])] * 3, unfinished={"failed:client_timeout": 2})
+    assert agreement(LOAD, [whole], [whole]).agrees
+    assert not agreement(LOAD, [whole], [part]).agrees
+    assert agreement(LOAD, [whole], [part, part]).ours.unfinished == {"failed:client_timeout": 4}
+
+
+def test_a_request_that_failed_counts_among_those_that_came_first():
+    requests = [(0.0, []), (0.001, [0.5]), (1.0, [1.1]), (2.0, [2.1])]
+    assert latencies(requests, opening=2).requests == 2
+
+
+def test_requests_that_an_export_holds_no_answer_of_are_counted(analyzer, tmp_path):
+    analyzer("pd").run(LOAD, 5, "one")
+    content = json.loads((tmp_path / "one.json").read_text())
+    content["experiments"][0]["requests"][4]["response_outputs"] = [{}] * 4
+    (tmp_path / "one.json").write_text(json.dumps(content))
+    found = read_export(tmp_path / "one.json", opening=2, asked=7)
+    assert (found.requests, found.unfinished) == (2, {"no answer": 1, "not in the export": 2})
+
+
+@pytest.mark.parametrize("extra", ["--request-count", "--concurrency-range=3", "-p", "--request-intervals"])
+def test_an_argument_that_gives_perf_analyzer_another_load_is_refused(extra):
+    with pytest.raises(InputError, match="both ask the same"):
+        check_extra(["--verbose", extra, "5"])
+    check_extra(["--verbose", "--max-threads", "4"])
+
+
+@pytest.mark.parametrize(
+    ("load", "fault"), [(Load(concurrency=5), "more --requests than 5"), (Load(rate=1e8), "above 0")]
+)
+def test_a_load_that_leaves_nothing_to_measure_is_refused(load, fault):
+    with pytest.raises(InputError, match=fault):
+        load.check(5)
 
 
 def test_a_named_tool_is_taken_if_it_runs_and_refused_if_not(tmp_path):

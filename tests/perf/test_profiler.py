@@ -96,6 +96,48 @@ def test_without_time_nothing_is_measured_and_the_file_says_so(build: Path, tmp_
     assert read_profile(tmp_path / "p.json") == profile
 
 
+def _gone_on_with(build: Path, profiled: CostProfile, tmp_path: Path, **changed: Any) -> Profiler:
+    """A former profile of the shm path in which this was different."""
+    data = profiled.model_dump()
+    data["transfers"]["shm"] |= changed
+    out = tmp_path / "p.json"
+    out.write_text(json.dumps(data))
+    return Profiler(ProfileOptions(build=build, out=out, roles=("prefill", "decode"), paths=("shm",)), silent)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"digest_every": 0}, "no digests, this build has digests over one block in 1"),
+        ({"digest_every": 7}, "digests over one block in 7"),
+        ({"digest_every": None}, "not kept"),
+        ({"source_cores": [5, 6]}, "CPUs 5,6"),
+        ({"sink_cores": [9]}, "CPUs 9"),
+    ],
+)
+def test_a_path_with_other_digests_or_cores_is_measured_anew_and_the_rest_kept(
+    build: Path, profiled: CostProfile, tmp_path: Path, changed: dict[str, Any], said: str
+) -> None:
+    profiler = _gone_on_with(build, profiled, tmp_path, **changed)
+    assert [note for note in profiler.notes if "transfer shm" in note and said in note and "measured anew" in note]
+    assert profiler.cells[1] == len(profiled.transfers["shm"].points)
+
+
+def test_a_path_with_the_same_digests_and_cores_is_kept(build: Path, profiled: CostProfile, tmp_path: Path) -> None:
+    assert profiled.transfers["shm"].digest_every == 1
+    assert _gone_on_with(build, profiled, tmp_path).cells[1] == 0
+
+
+def test_a_role_on_other_cores_is_measured_anew(build: Path, profiled: CostProfile, tmp_path: Path) -> None:
+    data = profiled.model_dump()
+    data["engines"]["decode"]["cores"] = [7]
+    out = tmp_path / "p.json"
+    out.write_text(json.dumps(data))
+    profiler = Profiler(ProfileOptions(build=build, out=out, roles=("prefill", "decode")), silent)
+    assert any("decode was measured on CPUs 7" in note for note in profiler.notes)
+    assert profiler.cells[1] == len(profiled.engines["decode"].points)
+
+
 def test_a_role_or_path_that_is_not_there_is_bad_input(build: Path, tmp_path: Path) -> None:
     out = tmp_path / "p.json"
     run = trtpd("profile", build, "-o", out, "--roles", "mixed", "--json")

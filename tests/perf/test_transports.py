@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 import pytest
 from trtpd_testing.fake_servers import FakeServer, fake_openai, fake_triton, fixed
@@ -10,6 +11,7 @@ from trtpd.errors import InputError, ServeError
 from trtpd.perf.client import Client, Run
 from trtpd.perf.make_workload import Wanted, make
 from trtpd.perf.openai_transport import OpenAiTransport
+from trtpd.perf.records import Record
 from trtpd.perf.transport import Ending, Question, Transport
 from trtpd.perf.triton_transport import TritonTransport, ending_of_error
 
@@ -91,6 +93,61 @@ def test_a_stream_that_is_cut_has_failed():
     with fake_triton(lambda number, now_s: []) as server:
         ending = one(TritonTransport(server.address))
     assert (ending.state, ending.reason) == ("failed", "no_end")
+
+
+EVENTS = [
+    (b'{"error":"out of memory"}', "server_error", "out of memory"),
+    (b'{"error":{"code":"oom","message":"no room"}}', "oom", "no room"),
+    (b'{"error":["a"]}', "server_error", "['a']"),
+    (b'{"choices":["x"]}', "protocol", "got `str`"),
+    (b'{"choices":{"a":1}}', "protocol", "Expected `array"),
+    (b'{"choices":[{"delta":"x"}]}', "protocol", "choices[0].delta"),
+    (b'{"usage":{"completion_tokens":"12"}}', "protocol", '{"usage":{"completion_tokens":"12"}}'),
+    (b'{"usage":{"completion_tokens":-1}}', "protocol", ">= 0"),
+    (b'{"usage":{"completion_tokens":99999999999999999999}}', "protocol", "completion_tokens"),
+    (b'{"error":' + b"[" * 100_000, "protocol", "nested too deeply"),
+    (b"[]", "protocol", "got `array`"),
+    (b"out of memory", "protocol", "'out of memory'"),
+    (b'"' + b"x" * (3 << 20) + b'"', "protocol", "can't be read"),
+]
+
+
+def one_after_the_other(transport: Transport, requests: int) -> tuple[Record, ...]:
+    return asyncio.run(Client(make(Wanted(name="chat", requests=requests, concurrency=1)), transport).run()).records
+
+
+def test_an_event_that_cannot_be_read_fails_its_own_request_and_no_other():
+    events = {2 * number + 1: event for number, (event, _, _) in enumerate(EVENTS)}
+    with fake_openai(fixed(0.0, 0.001, 2), events=events) as server:
+        records = one_after_the_other(OpenAiTransport(server.address), 2 * len(EVENTS) + 1)
+    assert {record.state for record in records[0::2]} == {"finished"}
+    for record, (event, reason, message) in zip(records[1::2], EVENTS, strict=True):
+        assert (record.state, record.reason) == ("failed", reason), event[:80]
+        assert message in record.message
+
+
+def _with_output(name: str, kind: str, raw: bytes, shape: list[int]) -> Any:
+    from tritonclient.grpc import service_pb2
+
+    response = service_pb2.ModelStreamInferResponse()
+    response.infer_response.outputs.add(name=name, datatype=kind, shape=shape)
+    response.infer_response.raw_output_contents.append(raw)
+    return response
+
+
+def test_a_response_that_cannot_be_read_fails_its_own_request_and_no_other():
+    wrong = [
+        (_with_output("finish_reason", "BYTES", b"\1\0\0\0\xff", [1]), "finish_reason is no UTF-8"),
+        (_with_output("output_ids", "INT32", b"", [-5]), "output_ids has the shape [-5]"),
+        (_with_output("output_ids", "INT32", b"", [1 << 40, 1 << 40]), "output_ids has the shape"),
+    ]
+    lasts = {2 * number + 1: response for number, (response, _) in enumerate(wrong)}
+    with fake_triton(fixed(0.0, 0.001, 2), lasts=lasts) as server:
+        records = one_after_the_other(TritonTransport(server.address), 7)
+    assert {record.state for record in records[0::2]} == {"finished"}
+    for record, (_, message) in zip(records[1::2], wrong, strict=True):
+        assert (record.state, record.reason) == ("failed", "protocol")
+        assert message in record.message
 
 
 def test_leaving_cancels_the_request_at_the_server():

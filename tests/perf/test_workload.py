@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -112,7 +113,9 @@ def test_any_csv_is_a_trace_once_its_columns_are_named(tmp_path):
         ({"columns": "time=when,prompt=in"}, "'output' is missing"),
         ({"columns": "time=when,prompt=in,output=out,unit=h"}, "unit is 'h'"),
         ({"columns": "time=when,prompt=when,output=in,extra=x"}, "'extra' is not known"),
-        ({"columns": "time=in,prompt=when,output=out"}, "row 1"),
+        ({"columns": "time=in,prompt=when,output=out"}, "line 2"),
+        ({"columns": "time=when,prompt=in,output=out,hashes=ids"}, "no column 'ids'"),
+        ({"columns": "time=when,prompt=in,output=out,block=16"}, "give hashes too"),
         ({"columns": "time=when,prompt=in,output=out", "offset": 9}, "no request left"),
     ],
 )
@@ -121,7 +124,7 @@ def test_a_trace_that_cannot_be_read_says_where(tmp_path, options, fault):
     path.write_text(
         "when,in,out\nsoon,7,3\n" if "when,prompt" in str(options) or not options else "when,in,out\nx,1,y\n"
     )
-    if "offset" in options or "nope" in str(options):
+    if "offset" in options or "nope" in str(options) or "hashes" in str(options):
         path.write_text("when,in,out\n1,7,3\n")
     with pytest.raises(InputError, match=fault):
         make(Wanted(name=f"trace:{path}", trace=TraceOptions(**options)))
@@ -201,6 +204,15 @@ def test_a_saved_workload_that_is_not_whole_or_not_ours_is_refused(tmp_path):
         (Wanted(name="chat", rate=1.0, requests=10**12), "at most"),
         (Wanted(name="trace:~no-such-user-here/x.csv"), "no such home folder"),
         (Wanted(name="~no-such-user-here/x.jsonl"), "no such home folder"),
+        (Wanted(name="chat", concurrency=2, arrivals=parse("even")), "--arrivals even and --concurrency 2"),
+        (Wanted(name="chat", rate=1.0, trace=TraceOptions(time_scale=2.0)), "--time-scale 2.0 and --workload chat"),
+        (Wanted(name="chat", rate=1.0, trace=TraceOptions(offset=3)), "--trace-offset 3 and --workload chat"),
+        (Wanted(name="chat", rate=1.0, trace=TraceOptions(columns="a")), "--columns a and --workload chat"),
+        (Wanted(name="trace:mooncake", rate=1.0, trace=TraceOptions(time_scale=2.0)), "--time-scale 2 and --rate 1"),
+        (
+            Wanted(name="trace:mooncake", concurrency=1, trace=TraceOptions(time_scale=0.5)),
+            "--time-scale 0.5 and --concurrency 1",
+        ),
     ],
 )
 def test_a_workload_that_cannot_be_made_says_why(wanted, fault):
@@ -222,7 +234,7 @@ def test_a_request_that_could_never_start_is_refused():
 def test_a_trace_with_a_number_that_is_none_names_its_row(row, tmp_path):
     path = tmp_path / "t.csv"
     path.write_text(f"TIMESTAMP,ContextTokens,GeneratedTokens\n0,5,5\n{row}\n")
-    with pytest.raises(InputError, match="row 2"):
+    with pytest.raises(InputError, match="line 3"):
         make(Wanted(name=f"trace:{path}"))
 
 
@@ -256,3 +268,72 @@ def test_a_large_seed_is_saved_and_replayed(tmp_path):
     made = make(Wanted(name="chat", requests=3, rate=1.0, seed=(1 << 63) - 1))
     save(made, tmp_path / "w.jsonl")
     assert load(tmp_path / "w.jsonl") == made
+
+
+HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        (f"{HEADER}\n0,5,5\n\n1,5,5,9\n", "line 4 has 4 fields and the header 3"),
+        (f"{HEADER}\n0,5\n", "line 2 has 2 fields and the header 3"),
+        ("a,b\n1,2,3\n", "line 2 has 3 fields and the header 2"),
+        (f"{HEADER}\n0,5,x\n", "line 2: .*'x'"),
+    ],
+)
+def test_a_csv_row_of_another_width_or_kind_is_named_by_its_line(content, fault, tmp_path):
+    (tmp_path / "t.csv").write_text(content)
+    with pytest.raises(InputError, match=fault):
+        make(Wanted(name=f"trace:{tmp_path / 't.csv'}"))
+
+
+def blocks(cell: str, tmp_path, suffix: str = "csv") -> list[int]:
+    """Of a prompt of 30 tokens in blocks of 10."""
+    path = tmp_path / f"t.{suffix}"
+    path.write_text(f"t,p,o,h\n0,30,5,{cell}\n" if suffix == "csv" else f'{{"t":0,"p":30,"o":5,"h":{cell}}}\n')
+    options = TraceOptions(columns="time=t,prompt=p,output=o,hashes=h,block=10")
+    (ask,) = make(Wanted(name=f"trace:{path}", trace=options)).asks
+    return [segment.seed for segment in ask.segments if segment.seed < 1 << 40]
+
+
+@pytest.mark.parametrize(
+    ("cell", "found"),
+    [("46", [46]), ("4 6", [4, 6]), ('"[46, 47, 48]"', [46, 47, 48]), ('"46,47"', [46, 47]), ("", []), ("[]", [])],
+)
+def test_ids_of_shared_blocks_in_a_csv_stand_apart(cell, found, tmp_path):
+    assert blocks(cell, tmp_path) == found
+
+
+def test_ids_of_shared_blocks_in_json_are_a_list_or_such_text(tmp_path):
+    assert blocks("[46, 47]", tmp_path, "jsonl") == [46, 47]
+    assert blocks('"46"', tmp_path, "jsonl") == [46]
+
+
+@pytest.mark.parametrize(
+    ("cell", "suffix"),
+    [("4;6", "csv"), ("-1", "csv"), ("1.5", "csv"), ("46", "jsonl"), ("[1.5]", "jsonl"), ("[true]", "jsonl")],
+)
+def test_ids_that_are_none_are_named_with_their_line(cell, suffix, tmp_path):
+    with pytest.raises(InputError, match=r"line \d: hashes are"):
+        blocks(cell, tmp_path, suffix)
+
+
+def test_rows_of_a_trace_that_are_not_asked_are_counted_and_said(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text(f"{HEADER}\n0,5,5\n1,0,5\n2,5,0\n3,5,5\n")
+    made = make(Wanted(name=f"trace:{path}", requests=9))
+    assert len(made.asks) == 2
+    assert made.notes[:2] == (
+        "2 of the trace's 4 rows left out: no prompt or no answer in them",
+        "9 requests were wanted, the trace has 2 from row 0 on",
+    )
+    assert make(Wanted(name="trace:mooncake", requests=9)).notes == ("the trace's own instants, times 1",)
+
+
+@pytest.mark.parametrize("name", ["w.json", "w.jsonl.zst", "trace:w.jsonl"])
+def test_a_workload_is_saved_only_by_a_name_under_which_it_is_replayed(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=r"end it in \.jsonl"):
+        save(make(Wanted(name="chat", requests=2, rate=1.0)), Path(name))
+    assert not list(tmp_path.iterdir())

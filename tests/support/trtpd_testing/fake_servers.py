@@ -122,9 +122,16 @@ def _in_thread(start: Start) -> Iterator[FakeServer]:
 
 class _Triton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
     def __init__(
-        self, server: FakeServer, script: Script, errors: dict[int, str], token_at: TokenAt, lost_after: int | None
+        self,
+        server: FakeServer,
+        script: Script,
+        errors: dict[int, str],
+        token_at: TokenAt,
+        lost_after: int | None,
+        lasts: dict[int, Any],
     ) -> None:
         self._server, self._script, self._errors, self._count = server, script, errors, 0
+        self._lasts = lasts
         self._token_at = token_at
         self._lost_after = lost_after
 
@@ -151,6 +158,9 @@ class _Triton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[mi
                     last = index == len(instants) - 1
                     stage = request.model_name != "pd"
                     token = self._token_at(number, index)
+                    if last and number in self._lasts:
+                        yield self._lasts[number]
+                        continue
                     yield (
                         _stage_response(token, last=last)
                         if stage
@@ -204,14 +214,15 @@ def fake_triton(
     errors: dict[int, str] | None = None,
     token_at: TokenAt = lambda number, index: index,
     lost_after: int | None = None,
+    lasts: dict[int, Any] | None = None,
 ) -> Iterator[FakeServer]:
     """A real gRPC server that speaks KServe's streaming inference. `lost_after`: it breaks every stream off behind so
-    many tokens, as one that goes away does."""
+    many tokens, as one that goes away does. `lasts`: the last response to the requests of these numbers."""
 
     async def start(server: FakeServer) -> Any:
         service = grpc.aio.server()
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(
-            _Triton(server, script, errors or {}, token_at, lost_after), service
+            _Triton(server, script, errors or {}, token_at, lost_after, lasts or {}), service
         )
         server.address = f"127.0.0.1:{service.add_insecure_port('127.0.0.1:0')}"
         await service.start()
@@ -222,8 +233,15 @@ def fake_triton(
 
 
 @contextmanager
-def fake_openai(script: Script, *, statuses: dict[int, int] | None = None, cut: bool = False) -> Iterator[FakeServer]:
-    """A real HTTP server that streams completions as server-sent events. `cut`: streams end without [DONE]."""
+def fake_openai(
+    script: Script,
+    *,
+    statuses: dict[int, int] | None = None,
+    cut: bool = False,
+    events: dict[int, bytes] | None = None,
+) -> Iterator[FakeServer]:
+    """A real HTTP server that streams completions as server-sent events. `cut`: streams end without [DONE]. `events`:
+    what the requests of these numbers are told behind their tokens."""
 
     async def start(server: FakeServer) -> Any:
         count = 0
@@ -247,6 +265,8 @@ def fake_openai(script: Script, *, statuses: dict[int, int] | None = None, cut: 
                 server.sent_s.setdefault(number, []).append(loop.time())
                 event = {"choices": [{"text": " word", "finish_reason": None}]}
                 await stream.write(f"data: {json.dumps(event)}\n\n".encode())
+            if number in (events or {}):
+                await stream.write(b"data: " + (events or {})[number] + b"\n\n")
             if not cut:
                 usage = {"prompt_tokens": 7, "completion_tokens": len(instants)}
                 end = {"choices": [{"text": "", "finish_reason": "length"}]}

@@ -31,6 +31,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._jumping.now_s
 
+    def block(self, seconds: float) -> None:
+        """As a callback does that computes for so long."""
+        self._jumping.now_s += seconds
+
 
 def run_virtually(coroutine: Coroutine[Any, Any, Result]) -> Result:
     """Like asyncio.run, in no time."""
