@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import io
 import time
@@ -35,7 +36,6 @@ from trtpd.perf.perf_analyzer import (
 from trtpd.perf.perf_analyzer_tool import find_tool
 from trtpd.perf.report import NOTHING, Page, Section, Table, rendered
 from trtpd.perf.workload import Workload, is_saved
-from trtpd.runtime.serve.address import server_address
 from trtpd.runtime.serve.client import status
 
 Progress = Callable[[str, int, int], None]
@@ -86,11 +86,12 @@ def analyze(options: AnalyzeOptions, *, progress: Progress) -> AnalyzeResult:
     """
     if not options.loads or options.repeats < 1:
         raise InputError("nothing to measure: give --concurrency or --rates, and at least one repeat")
-    server_address(options.url)
+    target = Target(url=options.url, model=options.model)
     check_extra(options.extra)
     workload = _requests(options, None)
     for load in options.loads:
         load.check(len(workload.asks))
+    asyncio.run(_check_served(target))  # before the tool is downloaded
     tool = find_tool(progress)
     workload = _requests(options, status(options.url) if options.model == "pd" else None)
     options.folder.mkdir(parents=True, exist_ok=True)
@@ -104,6 +105,15 @@ def analyze(options: AnalyzeOptions, *, progress: Progress) -> AnalyzeResult:
         extra=tuple(options.extra),
     )
     return _Turns(options, workload, analyzer, progress).run()
+
+
+async def _check_served(target: Target) -> None:
+    """Raises ServeError naming the models there are if it is not one of them, or if there is no server."""
+    transport = target.transport()
+    try:
+        await transport.open()
+    finally:
+        await transport.close()
 
 
 def _requests(options: AnalyzeOptions, found: Mapping[str, Any] | None) -> Workload:

@@ -29,6 +29,7 @@ from trtpd.perf.prompt_text import Renderer, Segment
 from trtpd.perf.workload import Workload, closed_loop
 
 AGREE = 0.10
+MOST_USERS = 4096
 
 Progress = Callable[[str, int, int], None]
 
@@ -57,6 +58,8 @@ class Load:
         """Raises InputError for a load that can't be, or that would leave nothing of so many requests to measure."""
         if self.rate is not None:
             check_rate(self.rate)
+        if self.opening > MOST_USERS:
+            raise InputError(f"{self}: at most {MOST_USERS} users of a closed loop, more than that neither instrument keeps up with")
         if self.opening >= requests:
             raise InputError(
                 f"{self} of {requests} requests: all of them come at once when it begins, and those are left out; give "
@@ -201,9 +204,15 @@ class Analyzer:
             raise ServeError(f"perf_analyzer did not end within {self.timeout_s:g} s at {load}") from error
         (self.folder / f"{name}.log").write_text(done.stdout + done.stderr)
         if done.returncode != 0 or not export.is_file():
-            said = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-            raise ServeError(f"perf_analyzer failed ({done.returncode}) at {load}: {' '.join(said[-3:]) or 'no word'}")
+            raise ServeError(f"perf_analyzer failed ({done.returncode}) at {load}: {_why(done.stdout, done.stderr)}")
         return read_export(export, opening=load.opening, asked=requests)
+
+
+def _why(stdout: str, stderr: str) -> str:
+    """The tool's own line of what went wrong, which stands before or behind its help; without one, its last words."""
+    said = [line.strip() for line in (stdout + "\n" + stderr).splitlines() if line.strip()]
+    errors = [line for line in said if line.lower().startswith("error:")]
+    return errors[-1] if errors else " ".join(said[-3:]) or "no word"
 
 
 def read_export(path: Path, *, opening: int = 0, asked: int = 0) -> Latencies:
@@ -211,10 +220,13 @@ def read_export(path: Path, *, opening: int = 0, asked: int = 0) -> Latencies:
     latencies. What it does not hold of the `asked` requests did not finish."""
     try:
         document = plain_json(path.read_bytes())
+        if not document["experiments"]:
+            raise ValueError("it has no experiment")
         experiment = document["experiments"][0]
         requests = [_instants(request) for request in experiment["requests"]]
     except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise ServeError(f"{path}: not a profile export of perf_analyzer ({error!r})") from error
+        missing = f"it has no {error.args[0]}" if isinstance(error, KeyError) else str(error)
+        raise ServeError(f"{path}: not a profile export of perf_analyzer ({missing})") from error
     empty = sum(not at_s for _, at_s in requests)
     return latencies(
         requests, opening=opening, unfinished={"no answer": empty, "not in the export": asked - len(requests)}

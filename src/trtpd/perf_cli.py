@@ -77,7 +77,9 @@ def add_bench(sub: argparse.ArgumentParser) -> None:
     server.add_argument("--openai", metavar="URL", help="an OpenAI server instead, http://HOST:PORT")
     server.add_argument("--model", metavar="NAME", help="default: pd; prefill_0 or decode_0 measure one stage")
     server.add_argument("--extra-body", metavar="JSON", help="merged into each OpenAI request; null takes a field out")
-    server.add_argument("--channels", type=argument_types.count, metavar="N", help="gRPC connections (default: 1)")
+    server.add_argument(
+        "--channels", type=argument_types.count, metavar="N", help="gRPC connections, to 1000 (default: 1)"
+    )
     server.add_argument(
         "--timeout-s",
         type=argument_types.some_seconds,
