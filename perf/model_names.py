@@ -31,5 +31,5 @@ def _ready_in_index(url: str) -> list[str]:
 def _in_status(url: str) -> list[str]:
     try:
         return [MODEL, *sorted(status(url, timeout_s=TIMEOUT_S)["instances"])]
-    except TrtpdError:
+    except (TrtpdError, ValueError, KeyError, TypeError):  # another server's `pd` may answer anything
         return []

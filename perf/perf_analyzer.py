@@ -220,13 +220,11 @@ def read_export(path: Path, *, opening: int = 0, asked: int = 0) -> Latencies:
     latencies. What it does not hold of the `asked` requests did not finish."""
     try:
         document = plain_json(path.read_bytes())
-        if not document["experiments"]:
-            raise ValueError("it has no experiment")
         experiment = document["experiments"][0]
         requests = [_instants(request) for request in experiment["requests"]]
     except (ValueError, KeyError, IndexError, TypeError) as error:
-        missing = f"it has no {error.args[0]}" if isinstance(error, KeyError) else str(error)
-        raise ServeError(f"{path}: not a profile export of perf_analyzer ({missing})") from error
+        fault = f"it has no {error.args[0]}" if isinstance(error, KeyError) else "it is of another shape"
+        raise ServeError(f"{path}: not a profile export of perf_analyzer ({fault})") from error
     empty = sum(not at_s for _, at_s in requests)
     return latencies(
         requests, opening=opening, unfinished={"no answer": empty, "not in the export": asked - len(requests)}

@@ -268,9 +268,9 @@ def add_perf_analyzer(sub: argparse.ArgumentParser) -> None:
     )
     server.add_argument("--model", default="pd", metavar="NAME", help="pd, prefill_N or decode_N")
     server.add_argument(
-        "--concurrency", default="", metavar="N,...", help="closed loops (default: 1,4 without --rates)"
+        "--concurrency", metavar="N,...", help="closed loops (default: 1,4 without --rates)"
     )
-    server.add_argument("--rates", default="", metavar="R,...", help="Poisson arrivals, requests a second")
+    server.add_argument("--rates", metavar="R,...", help="Poisson arrivals, requests a second")
     server.add_argument(
         "--repeats", type=argument_types.count, default=2, metavar="N", help="of each load, by each instrument in turn"
     )
@@ -296,12 +296,14 @@ def add_perf_analyzer(sub: argparse.ArgumentParser) -> None:
 def perf_analyzer(args: argparse.Namespace) -> int:
     from trtpd.build.files import check_writable
     from trtpd.perf.analyze import AnalyzeOptions, analyze, table
+    from trtpd.perf.option_lists import parts
     from trtpd.perf.perf_analyzer import Load
     from trtpd.perf.workload_options import analyzer_wanted
 
     check_writable(args.output)
-    loads = [Load(concurrency=number) for number in numbers(args.concurrency, int, "--concurrency")]
-    loads += [Load(rate=rate) for rate in numbers(args.rates, float, "--rates")]
+    users, rates = (",".join(parts(getattr(args, name), f"--{name}")) for name in ("concurrency", "rates"))
+    loads = [Load(concurrency=number) for number in numbers(users, int, "--concurrency")]
+    loads += [Load(rate=rate) for rate in numbers(rates, float, "--rates")]
     options = AnalyzeOptions(
         url=args.url,
         model=args.model,

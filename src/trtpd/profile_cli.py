@@ -24,8 +24,8 @@ def add_profile(sub: argparse.ArgumentParser) -> None:
         help="default: profile.json in the build, where `trtpd serve` finds it; for a pipeline file what "
         "scheduler.profile names, else profile.json beside it",
     )
-    sub.add_argument("--roles", default="", metavar="NAME,...", help="only these engines (and --paths)")
-    sub.add_argument("--paths", default="", metavar="NAME,...", help="only these transfers: shm, nixl, tcp")
+    sub.add_argument("--roles", metavar="NAME,...", help="only these engines (and --paths)")
+    sub.add_argument("--paths", metavar="NAME,...", help="only these transfers: shm, nixl, tcp")
     sub.add_argument(
         "--budget-s",
         type=argument_types.some_seconds,
@@ -37,6 +37,7 @@ def add_profile(sub: argparse.ArgumentParser) -> None:
 
 
 def profile(args: argparse.Namespace) -> int:
+    from trtpd.perf.option_lists import parts
     from trtpd.perf.profile_report import HEADINGS, lines, rows
     from trtpd.perf.profiler import ProfileOptions, Profiler
 
@@ -46,8 +47,8 @@ def profile(args: argparse.Namespace) -> int:
         options = ProfileOptions(
             build=build,
             out=out,
-            roles=_names(args.roles),
-            paths=_names(args.paths),
+            roles=parts(args.roles, "--roles"),
+            paths=parts(args.paths, "--paths"),
             budget_s=args.budget_s,
             force=args.force,
         )
@@ -103,6 +104,3 @@ def _place(given: Path) -> Path:
     named = load_spec(given).scheduler.profile
     return given.parent / PROFILE if named in (None, NO_PROFILE) else Path(str(named))
 
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())

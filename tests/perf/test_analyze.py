@@ -174,6 +174,19 @@ def test_what_an_earlier_run_left_is_not_taken_for_this_ones(tool, tmp_path):
     assert [one["load"] for one in summary(tmp_path / "out")["loads"]] == ["concurrency 3"]
 
 
+def test_the_server_and_the_model_are_looked_at_before_the_tool_is_got(tmp_path, monkeypatch):
+    monkeypatch.setattr(room, "find_tool", lambda progress: pytest.fail("it would be downloaded"))
+    with fake_triton(fixed(0.005, 0.002, 3)) as server:
+        asked = options(server.address, tmp_path / "out")
+        with pytest.raises(ServeError, match="does not serve absent; it has decode_0, pd"):
+            analyze(replace(asked, model="absent"), progress=silent)
+        with pytest.raises(InputError, match="name of the model is empty"):
+            analyze(replace(asked, model=""), progress=silent)
+    with pytest.raises(ServeError, match="no server at"):
+        analyze(asked, progress=silent)
+    assert not (tmp_path / "out").exists()
+
+
 def test_loads_that_cannot_be_are_refused_before_anything_is_asked(tool, tmp_path):
     with pytest.raises(InputError, match="more --requests"):
         analyze(options("127.0.0.1:1", tmp_path / "out", Load(concurrency=12)), progress=silent)

@@ -31,7 +31,9 @@ args = sys.argv[1:]
 if "--version" in args:
     sys.exit(0)
 if args[args.index("-m") + 1] == "broken":
-    sys.exit("error: no such model")
+    sys.exit("error: no such model\\n --model-kind: a kind\\n and is used to identify\\n the RPC.")
+if args[args.index("-m") + 1] == "help":
+    sys.exit("Usage: perf_analyzer\\n kind and is used to identify\\n the RPC.\\nError: Failed to parse -m.\\n")
 count = int(args[args.index("--request-count") + 1])
 requests = [
     {"timestamp": n * 10**9, "response_timestamps": [n * 10**9 + ms * 10**6 for ms in (50, 60, 80, 81)],
@@ -66,8 +68,10 @@ def test_an_exports_times_are_read_and_the_empty_last_response_is_no_token(analy
 
 
 def test_a_tool_that_fails_is_quoted(analyzer):
-    with pytest.raises(ServeError, match="no such model"):
-        analyzer("broken").run(LOAD, 7, "one")
+    for model, words in (("broken", "error: no such model"), ("help", "Error: Failed to parse -m.")):
+        with pytest.raises(ServeError) as found:
+            analyzer(model).run(LOAD, 7, "one")
+        assert str(found.value) == f"perf_analyzer failed (1) at concurrency 2: {words}"
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"experiments": []}', '{"experiments": [{"requests": [{}]}]}'])
@@ -185,7 +189,12 @@ def test_an_argument_that_gives_perf_analyzer_another_load_is_refused(extra):
 
 
 @pytest.mark.parametrize(
-    ("load", "fault"), [(Load(concurrency=5), "more --requests than 5"), (Load(rate=1e8), "above 0")]
+    ("load", "fault"),
+    [
+        (Load(concurrency=5), "more --requests than 5"),
+        (Load(rate=1e8), "above 0"),
+        (Load(concurrency=1_000_000), "at most 4096 users"),
+    ],
 )
 def test_a_load_that_leaves_nothing_to_measure_is_refused(load, fault):
     with pytest.raises(InputError, match=fault):

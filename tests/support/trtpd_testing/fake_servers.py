@@ -138,6 +138,12 @@ class _Triton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[mi
     async def ModelReady(self, request: Any, context: Any) -> Any:
         return service_pb2.ModelReadyResponse(ready=request.name != "absent")
 
+    async def RepositoryIndex(self, request: Any, context: Any) -> Any:
+        listed = service_pb2.RepositoryIndexResponse()
+        for name, state in (("pd", "READY"), ("decode_0", "READY"), ("former", "UNAVAILABLE")):
+            listed.models.add(name=name, state=state)
+        return listed
+
     async def ModelStreamInfer(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         loop = asyncio.get_running_loop()
         async for request in requests:
