@@ -71,7 +71,7 @@ class Profiler:
             load = self._environment.load_average
             self.notes.append(f"load average {load:g}: what else runs here will be in the figures")
         if options.out.exists() and not options.force:
-            self._go_on_with(read_profile(options.out))
+            self._go_on_with(_former(options.out))
         wanted = {*options.roles, *(f"transfer {path}" for path in options.paths)}
         self._all: list[Stage] = [*self._engines, *self._transfers]
         self._stages = [stage for stage in self._all if not wanted or stage.name in wanted]
@@ -90,6 +90,21 @@ class Profiler:
         finally:
             sweep()
         return self._keep()
+
+    @property
+    def plan(self) -> str:
+        """What is about to be measured, and how long it takes as far as that is known, in one line."""
+        counts = ", ".join(f"{stage.name} {len(self._left(stage))}" for stage in self._stages if self._left(stage))
+        done, left = self.cells
+        if not left:
+            return f"all {done} points are measured already; begin anew with --force"
+        known_s = [stage.expected_s(cell) for stage in self._stages for cell in self._left(stage)]
+        most = f"at most about {self._options.budget_s:g} s (--budget-s)"
+        about = "how long a point takes shows with the first ones"
+        if all(known_s):
+            about = f"about {(RUNS + 1) * sum(known_s):.0f} s of running by what was measured before, and loading"
+        before = f"; {done} are measured already" if done else ""
+        return f"{left} points to measure ({counts}){before}; {about}, {most}"
 
     @property
     def cells(self) -> tuple[int, int]:
@@ -202,6 +217,18 @@ class Profiler:
             self.notes.append(f"{stage.name} {_other_cores(costs.sink_cores, setup.sink_cores)}: measured anew")
         else:
             stage.points = list(costs.points)
+
+
+def _former(path: Path) -> CostProfile:
+    """What is at the place where the profile goes. Raises InputError, saying how not to go on with it."""
+    try:
+        return read_profile(path)
+    except InputError as error:
+        fault = str(error).partition("; make it with")[0]
+        raise InputError(
+            f"{fault}: it is there already and can't be gone on with; name another file with -o, or write over it with "
+            "--force"
+        ) from error
 
 
 def _other_cores(then: Sequence[int] | None, now: Sequence[int]) -> str:

@@ -31,7 +31,7 @@ def add_profile(sub: argparse.ArgumentParser) -> None:
         type=argument_types.some_seconds,
         default=600.0,
         metavar="S",
-        help="no cell begins that would end later; again goes on",
+        help="no point begins that would end later (default: 600); again goes on",
     )
     sub.add_argument("--force", action="store_true", help="begin anew, whatever is in the file")
 
@@ -53,23 +53,26 @@ def profile(args: argparse.Namespace) -> int:
             force=args.force,
         )
         profiler = Profiler(options, progress)
-        for note in profiler.notes:
+        for note in (*profiler.notes, profiler.plan):
             console.say(note)
         try:
             found = profiler.run()
         except KeyboardInterrupt:
             done, left = profiler.cells
-            console.say(f"{out}: {done} cells are measured, {left} are left; the same command goes on")
+            console.say(f"{out}: {done} points are measured, {left} are left; the same command goes on")
             raise
         done, left = profiler.cells
     if args.json:
         about = {"path": str(out), "cells": done, "cells_left": left}
         console.result(found.model_dump(mode="json") | about, as_json=True)
         return 0
-    console.table(HEADINGS, rows(found))
-    print("\n".join(["", *lines(found)]))
+    if points := rows(found):
+        console.table(HEADINGS, points)
+        print("\n".join(["", *lines(found)]))
+    elif left:
+        console.say(f"{args.budget_s:g} s were too short for a single point: an engine must be loaded first")
     if left:
-        console.say(f"{left} cells are left; the same command goes on")
+        console.say(f"{left} points are left; the same command goes on (longer with --budget-s S)")
     print(out)
     return 0
 
