@@ -167,7 +167,7 @@ def read_profile(path: Path) -> CostProfile:
         raise InputError(f"{path}: no profile, it names no format; make it with `trtpd profile BUILD`")
     if found != FORMAT:
         raise InputError(
-            f"{path}: format {found!r}, this trtpd reads profiles of format {FORMAT}; make it with `trtpd profile BUILD`"
+            f"{path}: format {found!r}, this trtpd reads those of format {FORMAT}; make it with `trtpd profile BUILD`"
         )
     try:
         return CostProfile.model_validate(data)

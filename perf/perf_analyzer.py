@@ -59,7 +59,7 @@ class Load:
         if self.rate is not None:
             check_rate(self.rate)
         if self.opening > MOST_USERS:
-            raise InputError(f"{self}: at most {MOST_USERS} users of a closed loop, more than that neither instrument keeps up with")
+            raise InputError(f"{self}: at most {MOST_USERS} users; neither instrument keeps up with more")
         if self.opening >= requests:
             raise InputError(
                 f"{self} of {requests} requests: all of them come at once when it begins, and those are left out; give "

@@ -267,9 +267,7 @@ def add_perf_analyzer(sub: argparse.ArgumentParser) -> None:
         "--url", type=argument_types.server, default=URL, metavar="HOST:PORT", help="Triton's gRPC address"
     )
     server.add_argument("--model", default="pd", metavar="NAME", help="pd, prefill_N or decode_N")
-    server.add_argument(
-        "--concurrency", metavar="N,...", help="closed loops (default: 1,4 without --rates)"
-    )
+    server.add_argument("--concurrency", metavar="N,...", help="closed loops (default: 1,4 without --rates)")
     server.add_argument("--rates", metavar="R,...", help="Poisson arrivals, requests a second")
     server.add_argument(
         "--repeats", type=argument_types.count, default=2, metavar="N", help="of each load, by each instrument in turn"

@@ -106,4 +106,3 @@ def _place(given: Path) -> Path:
         return given / PROFILE
     named = load_spec(given).scheduler.profile
     return given.parent / PROFILE if named in (None, NO_PROFILE) else Path(str(named))
-
