@@ -293,7 +293,8 @@ def add_perf_analyzer(sub: argparse.ArgumentParser) -> None:
 
 def perf_analyzer(args: argparse.Namespace) -> int:
     from trtpd.build.files import check_writable
-    from trtpd.perf.analyze import AnalyzeOptions, analyze, table
+    from trtpd.perf.analyze import AnalyzeOptions, analyze
+    from trtpd.perf.analyze_report import table
     from trtpd.perf.option_lists import parts
     from trtpd.perf.perf_analyzer import Load
     from trtpd.perf.workload_options import analyzer_wanted

@@ -15,7 +15,8 @@ from trtpd_testing.fake_servers import fake_triton, fixed
 
 from trtpd.errors import InputError, ServeError
 from trtpd.perf import analyze as room
-from trtpd.perf.analyze import AnalyzeOptions, AnalyzeResult, analyze, table
+from trtpd.perf.analyze import AnalyzeOptions, analyze
+from trtpd.perf.analyze_report import AnalyzeResult, table
 from trtpd.perf.client_health import BottleneckError
 from trtpd.perf.make_workload import Wanted, make
 from trtpd.perf.perf_analyzer import Load
@@ -106,9 +107,27 @@ def test_figures_lie_in_the_folder_as_json_csv_and_a_page(tool, tmp_path):
         ("concurrency 2", "perf_analyzer", "10"),
         ("concurrency 2", "trtpd", "10"),
     ]
+    assert [row["ttft_ratio_low"] == "" for row in rows] == [True, False]
+    assert [row["agree"] for row in rows] == ["", "not shown"]
+    assert result.remarks[-1].startswith(
+        "concurrency 2: whether both agree within 10% is not shown with 10 requests in one run of each"
+    )
+    assert table(result).rows[0][11] == "not shown with 10 requests"
     page = (tmp_path / "out" / "report.html").read_text()
     assert "concurrency 2" in page
+    assert "not shown with 10 requests" in page
     assert "http" not in page
+
+
+def test_a_ratio_that_is_not_shown_is_said_with_its_bounds(tool, tmp_path):
+    with fake_triton(lambda number, now_s: [0.02 + 0.002 * (number % 7), 0.03, 0.04]) as server:
+        result = analyze(replace(options(server.address, tmp_path / "out"), repeats=2), progress=silent)
+    (one,) = result.loads
+    assert (one.turns, one.pairs) == (2, 20)
+    ratios = summary(tmp_path / "out")["loads"][0]
+    assert ratios["ttft_ratio"]["low"] <= ratios["ttft_ratio"]["value"] <= ratios["ttft_ratio"]["high"]
+    assert one.agree == ratios["agree"]
+    assert table(result).rows[0][3].startswith(f"{one.ttft_ratio.value:.3f} (")
 
 
 def test_our_failures_are_shown_and_nothing_is_said_to_agree(tool, tmp_path):
@@ -116,7 +135,7 @@ def test_our_failures_are_shown_and_nothing_is_said_to_agree(tool, tmp_path):
         result = analyze(options(server.address, tmp_path / "out"), progress=silent)
     (one,) = result.loads
     assert one.ours.unfinished == {"failed:transfer_failed": 1, "failed:server_error": 1}
-    assert not one.agrees
+    assert one.agree == "not compared"
     assert "2 of our requests did not finish" in result.remarks[0]
     assert table(result).rows[0][-2:] == ("0", "2")
     assert summary(tmp_path / "out")["remarks"] == list(result.remarks)

@@ -10,9 +10,7 @@ from trtpd.perf.lengths import LengthFit
 from trtpd.perf.make_workload import Wanted, make
 from trtpd.perf.perf_analyzer import (
     Analyzer,
-    Latencies,
     Load,
-    agreement,
     at_load,
     check_extra,
     dealt,
@@ -96,16 +94,6 @@ def test_each_model_gets_the_tensors_it_takes(model, names):
     assert all(row.keys() == names for row in rows)
 
 
-def test_agreement_is_within_a_tenth_of_both_medians():
-    theirs = latencies([(0.0, [0.1, 0.2, 0.3])] * 3)
-    near = latencies([(0.0, [0.105, 0.2, 0.3])] * 3)
-    far = latencies([(0.0, [0.12, 0.22, 0.32])] * 3)
-    assert agreement(LOAD, [theirs, theirs], [near]).agrees
-    assert not agreement(LOAD, [theirs], [far]).agrees
-    nothing = Latencies(requests=0, ttft_p50_s=None, ttft_p99_s=None, itl_p50_s=None, itl_p99_s=None)
-    assert not agreement(LOAD, [theirs], [nothing]).agrees
-
-
 def test_what_comes_all_at_once_when_a_closed_loop_begins_is_left_out():
     burst, later = [(0.001 * n, [0.5]) for n in range(4)], [(1.0 + n, [1.1 + n]) for n in range(4)]
     found = latencies([*later, *burst], opening=Load(concurrency=4).opening)
@@ -159,14 +147,6 @@ def test_a_workload_is_the_same_load_for_both_whatever_instants_and_sessions_it_
             assert found == dealt(found)
 
 
-def test_figures_where_requests_did_not_finish_are_not_said_to_agree():
-    whole = latencies([(0.0, [0.1, 0.2, 0.3])] * 3)
-    part = latencies([(0.0, [0.1, 0.2, 0.3])] * 3, unfinished={"failed:client_timeout": 2})
-    assert agreement(LOAD, [whole], [whole]).agrees
-    assert not agreement(LOAD, [whole], [part]).agrees
-    assert agreement(LOAD, [whole], [part, part]).ours.unfinished == {"failed:client_timeout": 4}
-
-
 def test_a_request_that_failed_counts_among_those_that_came_first():
     requests = [(0.0, []), (0.001, [0.5]), (1.0, [1.1]), (2.0, [2.1])]
     assert latencies(requests, opening=2).requests == 2
@@ -179,6 +159,24 @@ def test_requests_that_an_export_holds_no_answer_of_are_counted(analyzer, tmp_pa
     (tmp_path / "one.json").write_text(json.dumps(content))
     found = read_export(tmp_path / "one.json", opening=2, asked=7)
     assert (found.requests, found.unfinished) == (2, {"no answer": 1, "not in the export": 2})
+
+
+def test_a_requests_number_is_known_by_what_it_asked_in_whatever_order_the_export_has_it(tmp_path):
+    asked = [(5, 2), (9, 3), (5, 2), (7, 4)]
+    rows = [{"kv_tokens": [kv], "max_tokens": [most]} for kv, most in asked]
+    (tmp_path / "in.json").write_text(json.dumps({"data": rows}))
+    requests = [
+        {
+            "timestamp": sent_s * 10**9,
+            "request_inputs": {"max_tokens": asked[number][1], "kv_tokens": asked[number][0]},
+            "response_timestamps": [sent_s * 10**9 + (number + 1) * 10**8],
+        }
+        for number, sent_s in ((3, 2), (2, 9), (0, 1), (1, 4))
+    ]
+    (tmp_path / "x.json").write_text(json.dumps({"experiments": [{"requests": requests}]}))
+    found = read_export(tmp_path / "x.json", opening=1, asked=4, data=tmp_path / "in.json")
+    assert found.ttft_s == {1: pytest.approx(0.2), 2: pytest.approx(0.3), 3: pytest.approx(0.4)}
+    assert read_export(tmp_path / "x.json", asked=4).ttft_s.keys() == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("extra", ["--request-count", "--concurrency-range=3", "-p", "--request-intervals"])
