@@ -18,7 +18,7 @@ from trtpd.errors import InputError
 from trtpd.perf.arrivals import Arrivals, check_rate
 from trtpd.perf.lengths import LengthFit
 from trtpd.perf.prompt_text import Segment
-from trtpd.perf.traces import TraceOptions, parse_columns, read_trace
+from trtpd.perf.traces import TraceOptions, parse_columns, read_trace, trace_path
 from trtpd.perf.workload import Ask, Workload, check_seed, closed_loop, is_saved, load
 
 ZIPF = 1.1
@@ -198,6 +198,7 @@ def _check_trace_options(wanted: Wanted) -> None:
         return
     if trace.columns is not None:
         parse_columns(trace.columns)
+    trace_path(wanted.name.removeprefix("trace:"))
     if trace.time_scale != default.time_scale:
         others: Sequence[tuple[str, object, str]] = (
             ("--rate", wanted.rate, "stretches the trace's instants to its mean"),

@@ -72,6 +72,15 @@ class TraceOptions:
             raise InputError(f"the trace offset is {self.offset}; it must be 0 or more")
 
 
+def trace_path(source: str) -> Path:
+    """Of a name of SLICES, or of a file. Raises InputError if there is none."""
+    path = DATA / SLICES[source] if source in SLICES else expanded(source)
+    if not path.is_file():
+        fault = "is a folder, not a file" if path.is_dir() else "no such file"
+        raise InputError(f"trace {source!r}: {fault}, and none of {', '.join(SLICES)}")
+    return path
+
+
 def read_trace(source: str, options: TraceOptions, *, limit: int) -> tuple[list[Ask], tuple[str, ...]]:
     """Up to `limit` requests in order of time, the first at 0 s, and notes on what is missing or in another order than
     in the file. `source` is a name of SLICES or a path.
@@ -79,10 +88,7 @@ def read_trace(source: str, options: TraceOptions, *, limit: int) -> tuple[list[
     Rows without a prompt or without an answer are left out, as nothing can be asked for. Raises InputError naming
     line and column.
     """
-    path = DATA / SLICES[source] if source in SLICES else expanded(source)
-    if source not in SLICES and not path.is_file():
-        fault = "is a folder, not a file" if path.is_dir() else "no such file"
-        raise InputError(f"trace {source!r}: {fault}, and none of {', '.join(SLICES)}")
+    path = trace_path(source)
     rows = _rows(path)
     columns = _by_header(rows, path) if options.columns is None else parse_columns(options.columns)
     if options.columns is not None and columns.hashes and not any(columns.hashes in row for _, row in rows):

@@ -72,14 +72,14 @@ class TritonTransport:
         try:
             async with asyncio.timeout(OPEN_TIMEOUT_S):
                 for channel in self._open:
-                    await channel.channel_ready()
+                    await _connected(channel)
             ready = self._open[0].unary_unary(
                 READY,
                 request_serializer=service_pb2.ModelReadyRequest.SerializeToString,
                 response_deserializer=service_pb2.ModelReadyResponse.FromString,
             )
             serves = (await ready(service_pb2.ModelReadyRequest(name=self._model), timeout=OPEN_TIMEOUT_S)).ready
-        except (TimeoutError, grpc.aio.AioRpcError) as error:
+        except (TimeoutError, ConnectionError, grpc.aio.AioRpcError) as error:
             await self.close()
             raise ServeError(
                 f"no server at {self._url}; start one with `trtpd serve BUILD`, or give its gRPC address with --url"
@@ -150,6 +150,14 @@ class TritonTransport:
         finally:
             call.cancel()
         return _ending(last, tokens)
+
+
+async def _connected(channel: grpc.aio.Channel) -> None:
+    """Raises ConnectionError once no address of the host could be reached: gRPC itself would try on."""
+    while (state := channel.get_state(try_to_connect=True)) is not grpc.ChannelConnectivity.READY:
+        if state in (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN):
+            raise ConnectionError("refused")
+        await channel.wait_for_state_change(state)
 
 
 def ending_of_error(message: str) -> Ending:

@@ -234,7 +234,8 @@ def _target(args: argparse.Namespace) -> Target:
             raise InputError("--extra-body must be a JSON object")
     if args.openai:
         return Target(url=args.openai, openai=True, model=args.model or "", extra=extra)
-    return Target(url=args.url or URL, model=args.model or "pd", channels=args.channels or 1)
+    model = "pd" if args.model is None else args.model
+    return Target(url=args.url or URL, model=model, channels=args.channels or 1)
 
 
 def _deployment(args: argparse.Namespace) -> Deployment | None:
