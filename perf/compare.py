@@ -8,26 +8,32 @@ on where it stopped.
 
 from __future__ import annotations
 
-import time
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
 from trtpd.build.manifest import read_manifest
+from trtpd.errors import InputError, TrtpdError
+from trtpd.perf.arrivals import check_rate
 from trtpd.perf.bench import Target
 from trtpd.perf.client import Progress
 from trtpd.perf.client_health import late_limit_for
 from trtpd.perf.climb import next_to_try
 from trtpd.perf.compare_arms import CHUNKS, COLOCATED, SPLIT, Variant, cores_of, next_variant, variants
-from trtpd.perf.compare_folder import Folder
+from trtpd.perf.compare_budget import Budget, OutOfBudgetError, Step, says_nothing
+from trtpd.perf.compare_ending import run_states, skipped
+from trtpd.perf.compare_folder import Folder, read
+from trtpd.perf.compare_outline import Outline
 from trtpd.perf.compare_plan import Like, check_comparable, check_same, plan_of
 from trtpd.perf.compare_points import Points, part_of
-from trtpd.perf.compare_runs import SERVER_START_S, DisturbedError, OutOfBudgetError, Runs
+from trtpd.perf.compare_runs import DisturbedError, Runs
 from trtpd.perf.compare_stretch import told
 from trtpd.perf.compare_targets import disturbance, fix_targets, usual_rates
-from trtpd.perf.comparison import Aside, Choice, Comparison, Plan, Point
+from trtpd.perf.comparison import Aside, Choice, Comparison, End, Plan, Point
 from trtpd.perf.environment import Environment, this_environment
 from trtpd.perf.goodput import attainment_over_scale
 from trtpd.perf.make_workload import Wanted, make
@@ -41,14 +47,24 @@ it is tried again if it doesn't."""
 
 UNLOADED = "unloaded.json"
 TUNING_SCALES = (0.5, 0.71, 1.0, 1.41, 2.0)
+INTERFERENCE_TIMES, INTERFERENCE_LEAST_S = 2.0, 30.0
+"""A request of an interference run is given up after so many times what all its arrivals take, or so long at least."""
+
+
+class InterruptedEarlyError(TrtpdError):
+    """Before there was anything to report."""
+
+    code = "interrupted"
+    exit_code = 130
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareOptions:
     """`wanted` gives the workload (its rate is replaced). `rates` empty: each arm's best is looked for around an
-    estimated capacity; else all arms are measured at these. A point lasts about `point_s`; no step begins that would
-    not end within `budget_s`. `outside`: another server's command. `like`: the folder of a comparison of the same build
-    on this machine, whose targets and tuned variants are taken. `definition`: of goodput, one of DEFINITIONS."""
+    estimated capacity; else all arms are measured at these. A point lasts `point_s`, longer where that would be too few
+    requests, a tuning run half of that; no step begins that would not end within `budget_s`. `outside`: another
+    server's command. `like`: the folder of a comparison of the same build on this machine, whose targets and tuned
+    variants are taken. `definition`: of goodput, one of DEFINITIONS."""
 
     build: Path
     wanted: Wanted
@@ -66,11 +82,16 @@ class CompareOptions:
 class Comparer:
     """Makes the steps that are missing in the folder."""
 
-    def __init__(self, options: CompareOptions, progress: Progress) -> None:
-        """Raises InputError for a build that can't be compared or a folder that holds another comparison."""
+    def __init__(
+        self, options: CompareOptions, progress: Progress, *, say: Callable[[str], None] = says_nothing
+    ) -> None:
+        """Raises InputError for a build that can't be compared or a folder that holds another comparison. `say` is
+        told what there is to do, and each step that begins."""
         check_comparable(options.wanted)
+        for rate in options.rates:
+            check_rate(rate)
         self._options = options
-        self._progress = progress
+        self._say = say
         self._folder = Folder(options.folder)
         self._like = Like(options.like) if options.like is not None else None
         manifest = read_manifest(options.build)
@@ -81,7 +102,7 @@ class Comparer:
             wanted=options.wanted,
             point_s=options.point_s,
             longest_tokens=int(manifest.settings["kv"]["max_seq_tokens"]),  # type: ignore[index]
-            end_s=time.monotonic() + options.budget_s,
+            budget=Budget(seconds=options.budget_s, say=say),
             cores=len(cores_of(manifest)),
             progress=progress,
         )
@@ -97,41 +118,124 @@ class Comparer:
         check_same(plan, self._plan, options.folder)
 
     def run(self) -> Comparison:
-        """Up to the end or the budget. Raises TrtpdError if a server fails; what was measured stays."""
+        """Up to the end or the budget. Raises TrtpdError if a server fails, InputError if the budget is too short for
+        a single step, InterruptedEarlyError before the targets are fixed; what was measured stays."""
+        outline = self._outline()
+        for line in outline.lines():
+            self._say(line)
+        self._runs.budget.least_steps = sum(part.runs for part in outline.parts())
         environment = self._folder.remembered("environment.json", Environment, this_environment)
-        slo = self._folder.remembered("slo.json", LengthSlo, self._targets)
+        try:
+            slo = self._folder.remembered("slo.json", LengthSlo, self._targets)
+        except OutOfBudgetError as error:
+            raise self._too_short(error) from error
+        except KeyboardInterrupt as error:
+            raise InterruptedEarlyError(
+                f"interrupted before the targets were fixed: nothing is measured yet in {self._options.folder}; the "
+                "same command begins again"
+            ) from error
         if self._like is not None:
             self._like.check(slo, self._folder)
         self._points = Points(runs=self._runs, folder=self._folder, slo=slo, definition=self._plan.definition)
-        rates = tuple(sorted(self._options.rates)) or usual_rates(slo, self._runs.sample)
+        rates = tuple(sorted(set(self._options.rates))) or usual_rates(slo, self._runs.sample)
         choices: list[Choice] = []
-        complete = True
+        how: Literal["complete", "budget", "interrupted"] = "complete"
+        refused: OutOfBudgetError | None = None
         try:
             for arm in self._variants:
                 choices.append(self._given(arm) or self._tune(arm, rates))
             self._measure(choices, rates)
-        except (OutOfBudgetError, KeyboardInterrupt):  # what is there is reported; the next call goes on
-            complete = False
+        except OutOfBudgetError as error:  # what is there is reported; the next call goes on
+            if not self._runs.budget.begun:
+                raise self._too_short(error) from error
+            how, refused = "budget", error
+        except KeyboardInterrupt:
+            how = "interrupted"
+        return self._so_far(environment, choices, rates, how, refused)
+
+    def _so_far(
+        self,
+        environment: Environment,
+        choices: Sequence[Choice],
+        rates: Sequence[float],
+        how: Literal["complete", "budget", "interrupted"],
+        refused: OutOfBudgetError | None,
+    ) -> Comparison:
         points = tuple(point for choice in choices for point in self._points.measured(self._chosen(choice)))
-        measured = sorted({point.file.rate for point in points})
+        measured = {point.file.rate for point in points} | set(self._options.rates)
         return Comparison(
             plan=self._plan,
-            slo=slo,
-            rates=tuple(measured) or rates,
+            slo=self._points.slo,
+            rates=tuple(sorted(measured)) or tuple(rates),
             choices=tuple(choices),
             points=points,
             interference=self._interferences(choices),
             environment=environment,
-            complete=complete,
             notes=make(self._runs.asked(rates[0], 0)).notes[:-1],
             skipped=(
                 *(self._like.remarks(self._plan.fingerprint) if self._like is not None else ()),
-                *_skipped(choices, points, rates),
+                *skipped(choices, points, rates, searched=how == "complete" and not self._options.rates),
             ),
-            late_limit_s=late_limit_for(slo),
+            late_limit_s=late_limit_for(self._points.slo),
             patience_s=self._points.patience_s,
             asides=dict(self._asides(choices)),
             tuned_on=self._tuned_on(choices, points, rates),
+            runs=run_states(
+                tuple(self._variants),
+                choices,
+                points,
+                rates,
+                self._options.repeats,
+                searched=not self._options.rates,
+                how=how,
+            ),
+            end=self._end(how, refused),
+        )
+
+    def _outline(self) -> Outline:
+        """What remains as the folder is now."""
+        given = tuple(sorted(set(self._options.rates)))
+        slo = None if self._like is None else self._like.slo
+        if (self._folder.path / "slo.json").is_file():
+            slo = read(self._folder.path / "slo.json", LengthSlo)
+        rates = given or (None if slo is None else usual_rates(slo, self._runs.sample))
+        return Outline(
+            folder=self._folder,
+            runs=self._runs,
+            variants=self._variants,
+            chosen=self._chosen_variant,
+            targets_there=slo is not None,
+            rates=rates,
+            searched=not given,
+            tuned_at=None if rates is None else rates[min(FIRST_SHARE, len(rates) // 2)],
+            repeats=self._options.repeats,
+        )
+
+    def _chosen_variant(self, arm: str) -> Variant | None:
+        """None before it is tuned."""
+        if len(self._variants[arm]) == 1:
+            return self._variants[arm][0]
+        choice = self._given(arm)
+        return None if choice is None else self._chosen(choice)
+
+    def _too_short(self, error: OutOfBudgetError) -> InputError:
+        least = "about" if not (self._folder.path / "slo.json").is_file() else "up to"
+        return InputError(
+            f"--budget-s {self._options.budget_s:g} is too short for anything: {error.step.name} takes {least} "
+            f"{math.ceil(error.needs_s)} s, start and stop of its server included; nothing was run, give more"
+        )
+
+    def _end(self, how: Literal["complete", "budget", "interrupted"], refused: OutOfBudgetError | None) -> End:
+        untuned = [arm for arm in self._variants if self._chosen_variant(arm) is None]
+        return End(
+            how=how,
+            folder=str(self._options.folder),
+            budget_s=self._options.budget_s,
+            spent_s=round(self._runs.budget.spent_s, 1),
+            next_step="" if refused is None else refused.step.name,
+            next_needs_s=0.0 if refused is None else round(refused.needs_s, 1),
+            rest_s=0.0 if how == "complete" else round(self._outline().lasts_s(), 1),
+            tuning_runs={arm: sum(self._folder.tunings(one) for one in self._variants[arm]) for arm in untuned},
         )
 
     def _targets(self) -> LengthSlo:
@@ -206,8 +310,8 @@ class Comparer:
     def _tuned(self, variant: Variant, rate: float) -> Point:
         """Made once more, on a server that knows none of it, if its figures can't be used."""
         for _ in range(2):
-            self._runs.afford(SERVER_START_S + self._points.lasts_s("tuning"))
-            with self._runs.serve(variant) as target:
+            with self._runs.served_when_needed(variant) as target_of:
+                target = target_of(self._points.step("tuning", variant, rate, 0))
                 point = self._points.measure("tuning", variant, target, rate, 0)
             if not point.file.fault:
                 break
@@ -218,9 +322,7 @@ class Comparer:
 
     def _measure(self, choices: Sequence[Choice], rates: Sequence[float]) -> None:
         chosen = [self._chosen(choice) for choice in choices]
-        total = self._options.repeats * len(chosen)
-        for turn, variant in enumerate(chosen):
-            self._progress("arms", turn, total)
+        for variant in chosen:
             self._search(variant, rates)
             if self._once_more(variant):
                 self._search(variant, rates)
@@ -228,28 +330,28 @@ class Comparer:
         for repeat in range(self._options.repeats):  # what the first round has is not made again
             for turn in range(len(chosen)):
                 variant = chosen[(turn + repeat) % len(chosen)]
-                self._progress("arms", repeat * len(chosen) + turn, total)
                 found = {top for top in (tops[variant.arm], tops[SPLIT]) if top is not None}
                 again = rates if self._options.rates else sorted(found)
                 self._all(variant, [(rate, repeat) for rate in again])
         for variant in chosen:
             self._once_more(variant)
-        self._progress("arms", total, total)
 
     def _search(self, variant: Variant, rates: Sequence[float]) -> None:
         """The first round of an arm: all rates if they were given, else those around its best. What can't be used is
         passed over."""
         with self._runs.served_when_needed(variant) as target_of:
             while (rate := self._next_rate(variant, rates)) is not None:
-                self._runs.afford(self._points.lasts_s("points"))
-                self._points.measure("points", variant, target_of(), rate, 0)
+                target = target_of(self._points.step("points", variant, rate, 0))
+                self._points.measure("points", variant, target, rate, 0)
             if self._has_short_ones and self._folder.interference(variant) is None:
                 self._interfere(variant, target_of)
 
-    def _interfere(self, variant: Variant, target_of: Callable[[], Target]) -> None:
-        self._runs.afford(self._options.point_s)
+    def _interfere(self, variant: Variant, target_of: Callable[[Step], Target]) -> None:
         workload = disturbance(self._points.slo, self._runs.sample, self._runs.longest_tokens)
-        driven = self._runs.drive(target_of(), workload, f"{variant.folder}, interference")
+        patience_s = max(INTERFERENCE_LEAST_S, INTERFERENCE_TIMES * workload.duration_s)
+        name = f"{variant.arm} ({variant.label}), long prompts beside answers being written"
+        target = target_of(Step(name=name, arrive_s=workload.duration_s, drain_s=patience_s))
+        driven = self._runs.drive(target, workload, name, timeout_s=patience_s)
         fault = self._runs.fault(driven, late_limit_for(self._points.slo))
         aside = Aside(fault=fault, health=driven.run.health, others_cores=driven.others_cores)
         self._folder.keep_interference(variant, driven.run, aside)
@@ -276,8 +378,8 @@ class Comparer:
         with self._runs.served_when_needed(variant) as target_of:
             for rate, repeat in runs:
                 if afresh or self._folder.run_file("points", variant, rate, repeat) is None:
-                    self._runs.afford(self._points.lasts_s("points"))
-                    self._points.measure("points", variant, target_of(), rate, repeat)
+                    target = target_of(self._points.step("points", variant, rate, repeat))
+                    self._points.measure("points", variant, target, rate, repeat)
 
     def _once_more(self, variant: Variant) -> bool:
         """Makes again what can't be used. False if all can."""
@@ -318,16 +420,3 @@ class Comparer:
             (f"repeat {n + 1}", runs.stretch(runs.asked(rate, n).requests, n)) for n in range(self._options.repeats)
         ]
         return told(runs.trace_rows, [(name, rows) for name, rows in listed if rows is not None])
-
-
-def _skipped(choices: Sequence[Choice], points: Sequence[Point], rates: Sequence[float]) -> Iterator[str]:
-    """What the search had no reason to measure, and what of the tuning could not be used."""
-    for choice in choices:
-        measured = {point.file.rate for point in points if point.file.arm == choice.arm}
-        left = [f"{rate:g}" for rate in rates if rate not in measured]
-        if measured and left:
-            yield f"{choice.arm} was not measured at {', '.join(left)} requests/s: away from its best."
-        if choice.untried:
-            yield f"{choice.arm}: not tried in tuning: {'; '.join(choice.untried)}."
-        for label, fault in choice.unusable.items():
-            yield f"{choice.arm}: not ranked in tuning, since its run was disturbed twice: {label} ({fault})."

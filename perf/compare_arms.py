@@ -66,6 +66,11 @@ def variants(manifest: Manifest, *, chunks: Sequence[int] = CHUNKS, outside: str
         raise InputError(f"the build uses {len(cores)} core; a comparison needs at least two to share out")
     longest = int(_settings(manifest)["kv"]["max_seq_tokens"])
     sizes = [chunk for chunk in sorted(set(chunks)) if chunk < longest]
+    if not sizes:
+        raise InputError(
+            f"chunk sizes {', '.join(map(str, chunks)) or 'none'}: at least one must be below the {longest} tokens "
+            "that a prompt and its answer may have here"
+        )
     found = {
         COLOCATED: [_mixed(COLOCATED, pools, cores, count, longest, None) for count in (1, len(cores))],
         CHUNKED: [_mixed(CHUNKED, pools, cores, count, longest, chunk) for count in (1, len(cores)) for chunk in sizes],

@@ -83,6 +83,10 @@ class Folder:
         for path in sorted((self.path / "points").glob(f"{variant.folder}.*.json")):
             yield read(path, PointFile)
 
+    def tunings(self, variant: Variant) -> int:
+        """How many tuning runs of a variant are there."""
+        return sum(1 for _ in (self.path / "tuning").glob(f"{variant.folder}.*.json"))
+
     def interference(self, variant: Variant) -> tuple[Record, ...] | None:
         path = self._interference(variant)
         return tuple(load_records(path)[1]) if path.is_file() else None

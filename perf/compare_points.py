@@ -14,9 +14,10 @@ from trtpd.perf.bench import Target
 from trtpd.perf.client import Run
 from trtpd.perf.client_health import late_limit_for
 from trtpd.perf.compare_arms import Variant
+from trtpd.perf.compare_budget import Step
 from trtpd.perf.compare_folder import Folder, Kind
 from trtpd.perf.compare_runs import Runs
-from trtpd.perf.compare_targets import patience_s
+from trtpd.perf.compare_targets import PATIENCE, patience_s
 from trtpd.perf.comparison import Point, PointFile
 from trtpd.perf.goodput import Deployment, account
 from trtpd.perf.make_workload import make
@@ -42,15 +43,32 @@ class Points:
         """After so long a client gives up."""
         return patience_s(self.slo, self.runs.sample)
 
-    def lasts_s(self, kind: Kind) -> float:
-        """What a run may take: the last request of an overloaded one is waited for."""
-        return part_of(kind) * self.runs.point_s + 0.5 * self.patience_s
+    def step(self, kind: Kind, variant: Variant, rate: float, repeat: int) -> Step:
+        """The run as a step: the last request is waited for until the client gives up; of a session's turns the former
+        ones are expected within their targets."""
+        drain_s = self.patience_s * (1.0 + (self._turns - 1) / PATIENCE)
+        there = self.folder.run_file(kind, variant, rate, repeat)
+        return Step(
+            name=name_of(kind, variant, rate, repeat),
+            arrive_s=arrive_s(self.runs, kind, rate),
+            drain_s=drain_s,
+            again="" if there is None else there.fault,
+        )
+
+    @cached_property
+    def _turns(self) -> int:
+        """Of the longest session."""
+        places: list[int] = []
+        for ask in self.runs.sample:
+            places.append(1 if ask.after is None else places[ask.after] + 1)
+        return max(places)
 
     def measure(self, kind: Kind, variant: Variant, target: Target, rate: float, repeat: int) -> Point:
         """Makes a run, in place of one that is there."""
         asked = self.runs.asked(rate, None if kind == "tuning" else repeat, part=part_of(kind))
-        name = f"{variant.folder} at {rate:g}, {kind} {repeat + 1}"
         workload = with_own_text(_at_exactly(rate, make(asked)), kind, rate, repeat)
+        there = self.folder.run_file(kind, variant, rate, repeat) is not None
+        name = name_of(kind, variant, rate, repeat) + ", again" * there
         driven = self.runs.drive(target, workload, name, timeout_s=self.patience_s)
         run = driven.run
         file = PointFile(
@@ -90,6 +108,17 @@ class Points:
             figures = account(records, self.slo, until_s=file.until_s, deployment=deployment)
             self._accounted[path] = Point(file=file, records=records, figures=figures, definition=self.definition)
         return self._accounted[path]
+
+
+def name_of(kind: Kind, variant: Variant, rate: float, repeat: int) -> str:
+    """Of a run, for a person."""
+    which = "tuning" if kind == "tuning" else f"repeat {repeat + 1}"
+    return f"{variant.arm} ({variant.label}) at {rate:g} requests/s, {which}"
+
+
+def arrive_s(runs: Runs, kind: Kind, rate: float) -> float:
+    """So long requests arrive in a run at that rate."""
+    return runs.asked(rate, None, part=part_of(kind)).requests / rate
 
 
 def part_of(kind: Kind) -> float:

@@ -11,6 +11,7 @@ import msgspec
 from trtpd.perf import interference, plots
 from trtpd.perf.bench_report import setting_table
 from trtpd.perf.bench_result import SCALES
+from trtpd.perf.compare_ending import ending
 from trtpd.perf.compare_ratio import RESAMPLES, served, usable
 from trtpd.perf.compare_stages import first_tokens, shown_rate
 from trtpd.perf.compare_tables import (
@@ -55,6 +56,8 @@ def document(comparison: Comparison) -> dict[str, Any]:
         "rates": list(comparison.rates),
         "tuning": msgspec.to_builtins(comparison.choices),
         "complete": comparison.complete,
+        "end": msgspec.to_builtins(comparison.end) | {"lines": ending(comparison)},
+        "runs": msgspec.to_builtins(comparison.runs),
         "skipped": list(comparison.skipped),
         "late_limit_s": comparison.late_limit_s,
         "patience_s": comparison.patience_s,
@@ -82,8 +85,8 @@ def _ratios(comparison: Comparison) -> list[dict[str, Any]]:
 
 
 def remarks(comparison: Comparison) -> list[str]:
-    """Runs that can't be used, drift, and what was not measured."""
-    found = []
+    """How it ended, runs that can't be used, drift, and what was not measured."""
+    found = [] if comparison.complete else [f"{line[0].upper()}{line[1:]}." for line in ending(comparison)[:2]]
     for point in comparison.points:
         where = f"{point.file.arm} at {point.file.rate:g} requests/s, repeat {point.file.repeat}"
         if point.file.fault:
@@ -171,7 +174,7 @@ def _sections(comparison: Comparison, drawn: Mapping[str, object]) -> list[Secti
             ],
             tables=[goodput_table(comparison)],
             plots=there("goodput", "slo_scale"),
-            note="In brackets: least and greatest run. Empty: not measured."
+            note="In brackets: least and greatest run."
             + ("" if judge.goal is None else f" A dash: fewer than {judge.goal:.0%} were served within the targets."),
         ),
         Section(
@@ -224,7 +227,7 @@ def _setting(comparison: Comparison) -> list[tuple[str, str]]:
         ("build", comparison.plan.fingerprint),
         ("unloaded first token by prompt tokens", points),
         ("goodput counted by", comparison.plan.definition),
-        ("a point lasts about", f"{comparison.plan.point_s:g} s"),
+        ("a point lasts, unless that is too few requests", f"{comparison.plan.point_s:g} s"),
         ("a client gives up after", f"{comparison.patience_s:.1f} s"),
         ("a run is left out if the client was late (p99) by more than", f"{comparison.late_limit_s * 1e3:.1f} ms"),
     ]

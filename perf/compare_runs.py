@@ -17,6 +17,7 @@ from trtpd.perf.bench import BenchOptions, Target, drive
 from trtpd.perf.client import Progress, Run
 from trtpd.perf.client_health import BottleneckError, refuse_if_bottleneck
 from trtpd.perf.compare_arms import Variant, build_variant
+from trtpd.perf.compare_budget import Budget, Step
 from trtpd.perf.compare_stretch import Stretch, stretch
 from trtpd.perf.lengths import AUTO_QUANTILE, LengthFit
 from trtpd.perf.make_workload import MOST_REQUESTS, Wanted, make
@@ -30,7 +31,6 @@ from trtpd.perf.workload import Ask, Workload
 TUNING_SEED = 7919
 """The tuning's seed lies so far behind the first repeat's."""
 LEAST_REQUESTS = 20
-SERVER_START_S = 12.0
 OTHERS_SHARE = 0.1
 """Of the cores compared: what other work may take of them in a run that counts."""
 
@@ -39,10 +39,6 @@ class DisturbedError(TrtpdError):
     """Nothing that was measured can be used."""
 
     code = "disturbed"
-
-
-class OutOfBudgetError(Exception):
-    """No further step fits into the budget; what is there is reported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,15 +55,15 @@ class Driven:
 @dataclass(frozen=True, kw_only=True)
 class Runs:
     """What all runs of a comparison share. `build`: what variants are made from, below `folder`. `wanted` gives the
-    workload (its rate is replaced), a point lasts about `point_s`, and no step begins that would not end by `end_s` of
-    the monotonic clock. `cores`: how many CPUs are compared."""
+    workload (its rate is replaced), a point lasts `point_s` unless that would be fewer than LEAST_REQUESTS requests,
+    and no step begins that would not end within `budget`. `cores`: how many CPUs are compared."""
 
     build: Path
     folder: Path
     wanted: Wanted
     point_s: float
     longest_tokens: int
-    end_s: float
+    budget: Budget
     cores: int
     progress: Progress
 
@@ -123,33 +119,34 @@ class Runs:
             return None
         return stretch(self.trace_rows, requests, 0 if repeat is None else repeat + 1)
 
-    def afford(self, seconds: float) -> None:
-        """Raises OutOfBudgetError if that doesn't fit any more."""
-        if time.monotonic() + seconds > self.end_s:
-            raise OutOfBudgetError
-
     @contextmanager
     def serve(self, variant: Variant) -> Iterator[Target]:
         """Built if need be. Raises TrtpdError if it can't be built or doesn't get ready."""
         arms = self.folder / "arms"
         arms.mkdir(parents=True, exist_ok=True)
         log = arms / f"{variant.folder}.log"
-        if variant.command:
-            with outside(variant.command, log) as target:
-                yield target
-        else:
-            with served(build_variant(variant, self.build, arms), log=log) as server:
-                yield Target(url=server.grpc)
+        began_s = time.monotonic()
+        with ExitStack() as stack:
+            if variant.command:
+                target = stack.enter_context(outside(variant.command, log))
+            else:
+                build = build_variant(variant, self.build, arms)
+                target = Target(url=stack.enter_context(served(build, log=log)).grpc)
+            self.budget.start_took(time.monotonic() - began_s)
+            yield target
+            began_s = time.monotonic()
+        self.budget.stop_took(time.monotonic() - began_s)
 
     @contextmanager
-    def served_when_needed(self, variant: Variant) -> Iterator[Callable[[], Target]]:
-        """Gives what starts the server at its first call, so that nothing is started where nothing is missing."""
+    def served_when_needed(self, variant: Variant) -> Iterator[Callable[[Step], Target]]:
+        """Gives the server for a step, started at the first one, so that nothing is started where nothing is missing.
+        It raises OutOfBudgetError for a step that does not fit any more."""
         with ExitStack() as stack:
             started: list[Target] = []
 
-            def target() -> Target:
+            def target(step: Step) -> Target:
+                self.budget.begin(step, start=not started)
                 if not started:
-                    self.afford(SERVER_START_S)
                     started.append(stack.enter_context(self.serve(variant)))
                 return started[0]
 

@@ -33,13 +33,19 @@ def goodput_table(comparison: Comparison) -> Table:
     arms = arms_of(comparison)
     rows = []
     for rate in comparison.rates:
-        cells = [goodput_at(comparison.points, arm, rate) for arm in arms]
-        rows.append((f"{rate:g}", *(_mean_range(values) for values in cells)))
+        cells = [(arm, goodput_at(comparison.points, arm, rate)) for arm in arms]
+        rows.append((f"{rate:g}", *(_mean_range(values) or _state(comparison, arm, rate) for arm, values in cells)))
     tops = [best(comparison, arm) for arm in arms]
     cores = len(comparison.plan.cores)
     rows.append(("best", *(NOTHING if top is None else number(top.goodput) for top in tops)))
     rows.append(("best per core", *(NOTHING if top is None else number(top.goodput / cores) for top in tops)))
     return Table(headings=("requests/s offered", *arms), rows=rows)
+
+
+def _state(comparison: Comparison, arm: str, rate: float) -> str:
+    """Why there is no figure."""
+    found = {run.state for run in comparison.runs if run.arm == arm and run.rate == rate}
+    return "left out" if "left out" in found else "not run"
 
 
 def _mean_range(runs: Sequence[float | None]) -> str:
@@ -182,22 +188,28 @@ def tuning_table(comparison: Comparison) -> Table:
 
 
 def points_csv(comparison: Comparison) -> bytes:
-    """One line per run."""
+    """One line per run; those that were not made are there too, without figures."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     names = ("ttft", "tpot", "itl", "second_token")
     writer.writerow(
-        ["arm", "variant", "rate", "repeat", "fault", "offered", "good", "goodput_per_s", "completion"]
+        ["arm", "variant", "rate", "repeat", "state", "reason", "offered", "good", "goodput_per_s", "completion"]
         + [f"{name}_{which}_s" for name in names for which in ("p50", "p99")]
     )
-    for point in comparison.points:
-        figures, file = point.figures, point.file
-        good = figures.goodput[point.definition]
-        row: list[object] = [file.arm, file.variant, file.rate, file.repeat, file.fault, figures.offered, good.good]
-        row += ["" if good.per_s is None else good.per_s.value]
-        row += ["" if figures.completion is None else figures.completion.value]
-        for name in names:
-            found: Distribution | None = getattr(figures, name)
-            row += ["", ""] if found is None else [found.p50.value, found.p99.value]
-        writer.writerow(row)
+    points = {(p.file.arm, p.file.variant, p.file.rate, p.file.repeat): p for p in comparison.points}
+    for run in comparison.runs:
+        point = points.get((run.arm, run.variant, run.rate, run.repeat))
+        row: list[object] = [run.arm, run.variant, run.rate, run.repeat, run.state, run.reason]
+        writer.writerow(row + (_figures(point, names) if point is not None else [""] * (4 + 2 * len(names))))
     return buffer.getvalue().encode()
+
+
+def _figures(point: Point, names: Sequence[str]) -> list[object]:
+    figures = point.figures
+    good = figures.goodput[point.definition]
+    row: list[object] = [figures.offered, good.good, "" if good.per_s is None else good.per_s.value]
+    row += ["" if figures.completion is None else figures.completion.value]
+    for name in names:
+        found: Distribution | None = getattr(figures, name)
+        row += ["", ""] if found is None else [found.p50.value, found.p99.value]
+    return row

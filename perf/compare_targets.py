@@ -8,7 +8,8 @@ import numpy as np
 
 from trtpd.errors import ServeError
 from trtpd.perf.compare_arms import Variant
-from trtpd.perf.compare_runs import Runs
+from trtpd.perf.compare_budget import UNLOADED_S, OutOfBudgetError, Step
+from trtpd.perf.compare_runs import DisturbedError, Runs
 from trtpd.perf.comparison import Aside
 from trtpd.perf.interference import interference_workload
 from trtpd.perf.prompt_text import Segment
@@ -30,7 +31,8 @@ LONG_PERCENTILE = 90
 
 def fix_targets(runs: Runs, variant: Variant) -> tuple[LengthSlo, Aside]:
     """From one request at a time on `variant`, which has all cores together: what a user alone on the machine would
-    get; and how that run was. Made once more if it was disturbed. Raises ServeError if a length has no answer."""
+    get; and how that run was. Made once more if it was disturbed. Raises ServeError if a length has no answer,
+    DisturbedError if there is no time to make it again, OutOfBudgetError if there is none to make it."""
     most = max(ask.prompt_tokens for ask in runs.sample)
     enough = next((tokens for tokens in UNLOADED_LENGTHS[1:] if tokens >= most), UNLOADED_LENGTHS[-1])
     lengths = [t for t in UNLOADED_LENGTHS if t <= enough and t + UNLOADED_ANSWER <= runs.longest_tokens]
@@ -44,9 +46,22 @@ def fix_targets(runs: Runs, variant: Variant) -> tuple[LengthSlo, Aside]:
         for number, tokens in enumerate(warm_up + lengths * UNLOADED_REPEATS)
     ]
     workload = Workload(name="unloaded", seed=0, asks=tuple(asks), concurrency=1)
-    for _ in range(2):  # again on a server that has not seen these prompts
-        with runs.serve(variant) as target:
-            driven = runs.drive(target, workload, "unloaded")
+    fault, lasts_s = "", UNLOADED_S
+    for turn in range(2):  # again on a server that has not seen these prompts
+        name = f"unloaded requests on {variant.arm} ({variant.label}), to fix the targets"
+        try:
+            with runs.served_when_needed(variant) as target_of:
+                target = target_of(Step(name=name, arrive_s=lasts_s, again=fault))
+                driven = runs.drive(target, workload, name + ", again" * turn)
+        except OutOfBudgetError as error:
+            if not fault:
+                raise
+            raise DisturbedError(
+                f"the unloaded run that the targets come from was disturbed ({fault}), and making it again takes "
+                f"{error.needs_s:.0f} s, more than the budget has left: give the same command a longer --budget-s, or "
+                "end the other work"
+            ) from error
+        lasts_s = driven.run.health.wall_s
         fault = runs.fault(driven, None)
         if not fault:
             break

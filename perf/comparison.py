@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import msgspec
 
@@ -70,6 +71,33 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     origin: str = ""
 
 
+class RunState(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a run that the comparison has a place for. "served nothing": none within the targets. `reason`:
+    why it was left out or not run. `variant`: "" before the arm's is chosen."""
+
+    arm: str
+    variant: str
+    rate: float
+    repeat: int
+    state: Literal["measured", "served nothing", "left out", "not run"]
+    reason: str = ""
+
+
+class End(msgspec.Struct, frozen=True, kw_only=True):
+    """How the command came to its end. `next_step`: what did not fit into the budget any more, with its time.
+    `rest_s`: what remains takes so long at least. `tuning_runs`: those that are there of each arm that is not tuned
+    yet. `folder`: where all that was measured is."""
+
+    how: Literal["complete", "budget", "interrupted"] = "complete"
+    folder: str = ""
+    budget_s: float = 0.0
+    spent_s: float = 0.0
+    next_step: str = ""
+    next_needs_s: float = 0.0
+    rest_s: float = 0.0
+    tuning_runs: dict[str, int] = {}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
     """A run with its records, and figures by the comparison's targets."""
@@ -88,9 +116,10 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Everything there is so far. `rates`: those that some arm was measured at. `skipped`: what was not measured, and
-    why. `late_limit_s`: see client_health. `patience_s`: after so long a client gives up. `complete`: all steps were
-    made. `asides`: runs beside the loaded ones, by what they were. `tuned_on`: what requests the tuning had."""
+    """Everything there is so far. `rates`: those that were given, or that some arm was measured at. `skipped`: what
+    was not measured, and why. `late_limit_s`: see client_health. `patience_s`: after so long a client gives up. `runs`:
+    what became of each. `asides`: runs beside the loaded ones, by what they were. `tuned_on`: what requests the tuning
+    had."""
 
     plan: Plan
     slo: LengthSlo
@@ -99,10 +128,16 @@ class Comparison:
     points: tuple[Point, ...]
     interference: dict[str, tuple[Record, ...]]
     environment: Environment
-    complete: bool
     notes: tuple[str, ...]
     skipped: tuple[str, ...] = ()
     late_limit_s: float = 0.0
     patience_s: float = 0.0
     asides: dict[str, Aside] = field(default_factory=dict)
     tuned_on: str = ""
+    runs: tuple[RunState, ...] = ()
+    end: End = field(default_factory=End)
+
+    @property
+    def complete(self) -> bool:
+        """All steps were made."""
+        return self.end.how == "complete"

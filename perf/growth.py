@@ -16,7 +16,7 @@ import numpy as np
 
 from trtpd.perf.resampling import Floats
 
-Verdict = Literal["flat", "grows", "unclear", "too short"]
+Verdict = Literal["flat", "one step", "grows", "unclear", "too short"]
 
 SPANS = 10
 T_QUANTILE = 2.306
@@ -28,7 +28,9 @@ HOUR_S = 3600.0
 class Growth(msgspec.Struct, frozen=True, kw_only=True):
     """`per_hour` lies between `low` and `high` with 95 % confidence; `later_per_hour` is that of the second half alone.
     `level`: the mean. `flat`: even `high` is within the limit; `grows`: even `low` is above 0, and `per_hour` is above
-    the limit; `unclear` lies between."""
+    the limit; `unclear` lies between. `one step`: it would be flat but for one jump between two neighbouring samples,
+    `step` at `step_at_s`, no larger than an hour's limit: allocators take memory in such pieces (CPython: 1 MiB), and
+    only a longer watch tells the first of a staircase from the only one."""
 
     samples: int
     level: float
@@ -38,6 +40,8 @@ class Growth(msgspec.Struct, frozen=True, kw_only=True):
     later_per_hour: float
     limit_per_hour: float
     verdict: Verdict
+    step: float = 0.0
+    step_at_s: float | None = None
 
 
 def growth(at_s: Sequence[float] | Floats, values: Sequence[float] | Floats, *, limit_per_hour: float) -> Growth:
@@ -56,8 +60,13 @@ def growth(at_s: Sequence[float] | Floats, values: Sequence[float] | Floats, *, 
             verdict="too short",
         )
     x, y = _span_means(hours), _span_means(seen)
-    slope, error = _line(x, y)
-    low, high = slope - T_QUANTILE * error, slope + T_QUANTILE * error
+    slope, low, high = _slope(x, y)
+    verdict = _verdict(slope, low, high, limit_per_hour)
+    at = int(np.argmax(np.diff(seen))) + 1
+    step = float(seen[at] - seen[at - 1])
+    if verdict in ("grows", "unclear") and 0.0 < step <= limit_per_hour:
+        rest = _slope(x, _span_means(seen - step * (np.arange(len(seen)) >= at)))
+        verdict = "one step" if _verdict(*rest, limit_per_hour) == "flat" else verdict
     return Growth(
         samples=len(seen),
         level=level,
@@ -66,7 +75,9 @@ def growth(at_s: Sequence[float] | Floats, values: Sequence[float] | Floats, *, 
         high=high,
         later_per_hour=_line(x[SPANS // 2 :], y[SPANS // 2 :])[0],
         limit_per_hour=limit_per_hour,
-        verdict=_verdict(slope, low, high, limit_per_hour),
+        verdict=verdict,
+        step=max(step, 0.0),
+        step_at_s=float(at_s[at]) if step > 0.0 else None,
     )
 
 
@@ -74,6 +85,12 @@ def _verdict(slope: float, low: float, high: float, limit: float) -> Verdict:
     if high <= limit:
         return "flat"
     return "grows" if low > 0.0 and slope > limit else "unclear"
+
+
+def _slope(x: Floats, y: Floats) -> tuple[float, float, float]:
+    """With the ends of its interval."""
+    slope, error = _line(x, y)
+    return slope, slope - T_QUANTILE * error, slope + T_QUANTILE * error
 
 
 def _span_means(values: Floats) -> Floats:

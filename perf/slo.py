@@ -20,7 +20,9 @@ class FixedSlo(msgspec.Struct, frozen=True, kw_only=True, tag="fixed"):
         for name in ("ttft_s", "tpot_s"):
             value = getattr(self, name)
             if value is not None and not 0.0 < value <= 1e9:
-                raise InputError(f"the target {name.removesuffix('_s')} is {value:g} s; it must be above 0")
+                raise InputError(
+                    f"the target {name.removesuffix('_s')} is {value:g} s; it must be above 0 and at most 1e9"
+                )
 
     def ttft_for(self, prompt_tokens: int) -> float | None:
         return self.ttft_s

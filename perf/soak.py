@@ -8,7 +8,8 @@ The engines are so slow that the whole deployment uses a small part of one core:
 measured, then it is loaded with a part of it; some requests are cancelled, some share beginnings, and answers are
 compared with those the idle server gave. Now and then the load pauses: nothing may be held then. Ctrl-C (or SIGTERM)
 ends it early with the report so far. DIR gets report.json, report.txt, growth.csv and samples.csv;
-`--again` judges those of a former soak with another warm-up. Exit status 0 only if all was flat, right and let go of.
+`--again` judges those of a former soak with another warm-up.
+Exit status 0 only if all was flat, right and let go of; one step of an allocator is not: watch longer.
 """
 
 from __future__ import annotations

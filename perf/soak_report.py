@@ -95,7 +95,7 @@ def verdict_of(
     if changes:
         return "processes changed"
     verdicts = {one.growth.verdict for one in growths if one.judged}
-    return next((worst for worst in ("grows", "unclear", "too short") if worst in verdicts), "flat")
+    return next((worst for worst in ("grows", "unclear", "one step", "too short") if worst in verdicts), "flat")
 
 
 def judged_again(folder: Path, warm_up_s: float) -> Report:
@@ -147,8 +147,14 @@ def _line(one: Watched) -> str:
     )  # fmt: skip
     return (
         f"{one.who:<24} {what:<20} {level:>10.2f} {per_hour:>+10.3f} {f'{low:+.3f} to {high:+.3f}':>23} "
-        f"{later:>+10.3f} {limit:>8.2f}  {found.verdict if one.judged else '(not judged)'}"
+        f"{later:>+10.3f} {limit:>8.2f}  {_verdict_words(found, scale) if one.judged else '(not judged)'}"
     )
+
+
+def _verdict_words(found: Growth, scale: float) -> str:
+    if found.verdict != "one step" or found.step_at_s is None:
+        return found.verdict
+    return f"one step of {found.step / scale:.2f} after {found.step_at_s / 60:.1f} min, else flat"
 
 
 def write(report: Report, folder: Path) -> None:

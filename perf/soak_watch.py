@@ -34,7 +34,8 @@ DEPLOYMENT_COUNTS = ("requests_in_flight", "queued", "undelivered")
 LAUNCHERS_OF_RANKS = ("mpirun", "mpiexec", "prterun")
 RANK_VARIABLE = "OMPI_COMM_WORLD_RANK"
 
-_PIDS = re.compile(r"(?<![0-9])\d{2,10}(?![0-9])")
+_MAKER = re.compile(r"[.-](?P<pid>\d{1,10})\.\d{1,20}\.")
+"""In the names of what we make: the maker's pid, then its start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +127,8 @@ def run_files(pids: set[int]) -> dict[Column, float]:
 
 
 def _made_by(name: str, pids: set[int]) -> bool:
-    return any(int(number) in pids for number in _PIDS.findall(name))
+    found = _MAKER.search(name)
+    return found is not None and int(found["pid"]) in pids
 
 
 def _files(what: str, paths: list[Path]) -> dict[Column, float]:

@@ -67,7 +67,7 @@ class TraceOptions:
 
     def __post_init__(self) -> None:
         if not 0.0 < self.time_scale < 1e9:
-            raise InputError(f"the time scale is {self.time_scale:g}; it must be above 0")
+            raise InputError(f"the time scale is {self.time_scale:g}; it must be above 0 and below 1e9")
         if self.offset < 0:
             raise InputError(f"the trace offset is {self.offset}; it must be 0 or more")
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from trtpd.perf.compare_arms import CHUNKED, COLOCATED, SPLIT
+from trtpd.perf.compare_ending import unusable_why
 from trtpd.perf.compare_ratio import Ratio, Served, ratio_at, ratio_of_bests, served, usable
 from trtpd.perf.comparison import Comparison, Point
 from trtpd.perf.goodput import DEFINITIONS, attainment_over_scale
@@ -16,10 +18,17 @@ from trtpd.perf.report import number
 
 TARGETS = {COLOCATED: 2.0, CHUNKED: 1.2}
 STEADY = 1.3
+NEARLY_ALL = 0.9
 WORDS = {
     "ahead": "disaggregation pays here",
     "behind": "disaggregation does not pay here",
     "not shown": "it is not shown whether disaggregation pays here",
+}
+AT_RATES = {"ahead": "ahead at", "behind": "behind at", "not shown": "no difference shown at"}
+MISSES = {
+    "late:ttft": "first token late",
+    "late:tpot": "further tokens too slow",
+    "late:both": "first token late and further ones too slow",
 }
 
 
@@ -87,21 +96,29 @@ def short_kind(comparison: Comparison) -> str | None:
 
 
 def verdict(comparison: Comparison) -> list[str]:
-    """When disaggregation pays here and when it does not, as far as the runs say."""
-    if not measured(comparison, SPLIT):
-        return ["No usable run of the disaggregated arm yet: no verdict."]
+    """When disaggregation pays here, when it does not, and why, as far as the runs say: six lines at most."""
+    if found_nothing(comparison):
+        arms = [SPLIT] if not measured(comparison, SPLIT) else list(TARGETS)
+        which = "; ".join(f"{arm} has no usable run{unusable_why(comparison, arm)}" for arm in arms)
+        return [f"No verdict yet: {which}."]
     lines = []
     for arm, target in TARGETS.items():
-        if not measured(comparison, arm):
-            lines.append(f"No usable run of {arm} yet.")
-            continue
-        lines.append(_against(comparison, arm, target))
-        lines.append(_at_equal_rates(comparison, arm))
-    lines += _steadiness(comparison)
-    lines += _cost(comparison)
+        if measured(comparison, arm):
+            lines.append(_against(comparison, arm, target))
+        else:
+            lines.append(f"No usable run of {arm} yet{unusable_why(comparison, arm)}.")
+    lines.append(_at_equal_rates(comparison))
+    lines.append(_misses(comparison))
+    if details := [*_steadiness(comparison), *_cost(comparison)]:
+        lines.append(" ".join(details))
     if not comparison.complete:
-        lines.append("The budget ended before all runs were made; the same command goes on.")
+        lines.append("Not all runs were made: this may change when the same command goes on.")
     return lines
+
+
+def found_nothing(comparison: Comparison) -> bool:
+    """Whether disaggregated can't be set beside any of the arms that it has to beat."""
+    return not measured(comparison, SPLIT) or not any(measured(comparison, arm) for arm in TARGETS)
 
 
 def best_ratio(comparison: Comparison, arm: str) -> Ratio | None:
@@ -118,10 +135,10 @@ def best_ratio(comparison: Comparison, arm: str) -> Ratio | None:
 
 
 def _against(comparison: Comparison, arm: str, target: float) -> str:
-    sides = f"{_best_text(comparison, SPLIT)} against {_best_text(comparison, arm)}"
+    sides = f"At best {_best_text(comparison, SPLIT)} against {_best_text(comparison, arm)}"
     ratio = best_ratio(comparison, arm)
     assert ratio is not None, "both have usable runs"
-    return f"Against {arm}, {WORDS[ratio.word]}: {sides}; {ratio_text(ratio)}; aim {target:g}: {_aim(ratio, target)}."
+    return f"Against {arm}, {WORDS[ratio.word]}: {ratio_text(ratio)}; aim {target:g}: {_aim(ratio, target)}. {sides}."
 
 
 def _aim(ratio: Ratio, target: float) -> str:
@@ -143,14 +160,14 @@ def _best_text(comparison: Comparison, arm: str) -> str:
     top = best(comparison, arm)
     often = most_often(comparison, arm)
     if top is not None and top.goodput > 0.0:
-        return f"best goodput {number(top.goodput)} requests/s at {top.rate:g} ({_runs_text(top.runs)})"
+        return f"{number(top.goodput)} requests/s within targets of {top.rate:g} offered ({_runs_text(top.runs)})"
     judge = DEFINITIONS[comparison.plan.definition]
     what = "no request within the targets" if judge.goal is None else f"less than {judge.goal:.0%} within the targets"
     rates = ", ".join(f"{one.rate:g}" for one in often)
-    said = f"{what} at {rates} requests/s ({_runs_text(often[0].runs)}{' each' if len(often) > 1 else ''})"
+    said = f"{what} of {rates} requests/s offered ({_runs_text(often[0].runs)}{' each' if len(often) > 1 else ''})"
     others = [one for one in measured(comparison, arm) if one.runs < often[0].runs and one.per_s]
     if others:
-        more = ", ".join(f"{number(one.per_s)} at {one.rate:g} ({_runs_text(one.runs)})" for one in others)
+        more = ", ".join(f"{number(one.per_s)} of {one.rate:g} ({_runs_text(one.runs)})" for one in others)
         said += f", though {more}"
     return said
 
@@ -165,13 +182,61 @@ def equal_rates(comparison: Comparison, arm: str) -> list[tuple[float, Ratio]]:
     return [(rate, ratio) for rate, ratio in found if ratio is not None]
 
 
-def _at_equal_rates(comparison: Comparison, arm: str) -> str:
-    """Rate by rate."""
-    found = equal_rates(comparison, arm)
-    if not found:
-        return f"Disaggregated and {arm} were measured at no rate in common."
-    said = [f"{ratio.word} at {rate:g} requests/s, {ratio_text(ratio)}" for rate, ratio in found]
-    return f"Requests within the targets at equal rates, disaggregated beside {arm}: {'; '.join(said)}."
+def _at_equal_rates(comparison: Comparison) -> str:
+    """When it pays and when not: rate by rate, beside each arm."""
+    said = []
+    for arm in TARGETS:
+        if not measured(comparison, arm):
+            continue
+        rates = [
+            f"{AT_RATES[ratio.word]} {rate:g} requests/s, {ratio_text(ratio)}"
+            for rate, ratio in equal_rates(comparison, arm)
+        ]
+        said.append(f"eside {arm}: {'; '.join(rates) or 'measured at no rate in common'}.")
+    return f"At equal rates, disaggregated b{' B'.join(said)}"
+
+
+def _misses(comparison: Comparison) -> str:
+    """Why: what missed its targets, each arm at the disaggregated one's best rate, or at its own if it has no run
+    there."""
+    top = best(comparison, SPLIT)
+    said = []
+    for arm in arms_of(comparison):
+        often = most_often(comparison, arm)
+        if not often:
+            continue
+        own = best(comparison, arm)
+        rates = [one.rate for one in (top, own, often[-1]) if one is not None]
+        rate = next(rate for rate in rates if usable(comparison.points, arm, rate))
+        said.append(f"{arm} {_missed(comparison, arm, rate)}")
+    return f"What missed the targets: {'; '.join(said)}.{_other_rates(comparison)}"
+
+
+def _other_rates(comparison: Comparison) -> str:
+    """Whether the rates were such that no arm could be better than another."""
+    shares = [one.good / one.offered for arm in arms_of(comparison) for one in measured(comparison, arm)]
+    if min(shares) >= NEARLY_ALL:
+        return " Every arm served nearly all at these rates: only higher ones could tell them apart."
+    if max(shares) <= 1.0 - NEARLY_ALL:
+        return " No arm served more than a few at these rates: only lower ones could tell them apart."
+    return ""
+
+
+def _missed(comparison: Comparison, arm: str, rate: float) -> str:
+    """12 of 40 at 0.8 requests/s (first token late 3, further tokens too slow 9)."""
+    judge = DEFINITIONS[comparison.plan.definition]
+    verdicts = Counter(
+        judge.verdict(record, comparison.slo)
+        for point in usable(comparison.points, arm, rate)
+        for record in point.records
+        if record.scheduled_s >= point.figures.warm_up_s
+    )
+    total = verdicts.total()
+    missed = [(word, count) for word, count in verdicts.most_common() if word != "good"]
+    if not missed:
+        return f"none of {total} at {rate:g} requests/s"
+    which = ", ".join(f"{MISSES.get(word, word.replace(':', ' by '))} {count}" for word, count in missed)
+    return f"{total - verdicts['good']} of {total} at {rate:g} requests/s ({which})"
 
 
 def _steadiness(comparison: Comparison) -> list[str]:

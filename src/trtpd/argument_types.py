@@ -25,8 +25,10 @@ def server(text: str) -> str:
 
 def count(text: str) -> int:
     """A whole number above 0."""
-    if not text.isdecimal() or len(text) > 12 or int(text) < 1:
+    if not text.isdecimal() or text.strip("0") == "":
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    if len(text.lstrip("0")) > 12:
+        raise argparse.ArgumentTypeError(f"{text!r} is too large; it must have at most 12 digits")
     return int(text)
 
 
@@ -40,7 +42,16 @@ def seconds(text: str) -> float:
 
 def some_seconds(text: str) -> float:
     """More than none."""
-    value = _number(text, 1e9, what := "a number of seconds above 0")
+    return _above_0(text, 1e9, "a number of seconds above 0")
+
+
+def some_milliseconds(text: str) -> float:
+    """More than none."""
+    return _above_0(text, 1e12, "a number of milliseconds above 0")
+
+
+def _above_0(text: str, below: float, what: str) -> float:
+    value = _number(text, below, what)
     if value == 0.0:
         raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
     return value
@@ -51,6 +62,8 @@ def _number(text: str, below: float, what: str) -> float:
         value = float(text)
     except ValueError:
         value = -1.0
-    if not 0 <= value < below:
+    if not value >= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+    if value >= below:
+        raise argparse.ArgumentTypeError(f"{text!r} is too large; it must be below {below:g}")
     return value

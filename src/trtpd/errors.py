@@ -25,6 +25,7 @@ TrtpdError                 anything of ours; `code` is its reason in metrics, me
 ├─ WireError               a message between router and leader is malformed or too long (worker/messages.py)
 ├─ BottleneckError         the measuring client could not keep up (perf/client_health.py)
 ├─ DisturbedError          other work, or a late client, spoiled all that was measured (perf/compare_runs.py)
+├─ InterruptedEarlyError   Ctrl-C before there was anything to report (perf/compare.py)
 └─ InternalError           a bug of ours
 
 Messages say what was wrong, the value, where, and what to do. Errors of libraries are translated once, where

@@ -27,10 +27,16 @@ DEFINITIONS = ("trtpd", "distserve", "mooncake")
 
 
 def add_workload_arguments(
-    sub: argparse.ArgumentParser, *, name: str | None = None, requests: int = 200, required: bool = True
+    sub: argparse.ArgumentParser,
+    *,
+    name: str | None = None,
+    requests: int = 200,
+    required: bool = True,
+    own_load: bool = False,
 ) -> None:
     """What is asked, how often (`requests` where not given), in which lengths. Without a default `name` it must be
-    given if `required`."""
+    given if `required`. `own_load`: the command decides how many there are and when, so that options for this are known
+    only to be refused with the reason."""
     sub.set_defaults(usual_requests=requests)
     group = sub.add_argument_group("workload")
     group.add_argument(
@@ -39,9 +45,12 @@ def add_workload_arguments(
         default=name,
         metavar="NAME",
         help="chat, rag, code, summarise, mixed, agent; trace:azure-code, trace:azure-conv, trace:mooncake, "
-        "trace:FILE; or a saved workload (.jsonl, .jsonl.gz), replayed byte for byte",
+        "trace:FILE" + ("" if own_load else "; or a saved workload (.jsonl, .jsonl.gz), replayed byte for byte"),
     )
-    group.add_argument("--requests", type=int, metavar="N", help=f"how many (default: {requests})")
+    how_many, how_fast = f"how many (default: {requests})", "of a trace's own instants: 0.5 is twice as fast"
+    if own_load:
+        how_many = how_fast = argparse.SUPPRESS
+    group.add_argument("--requests", type=int, metavar="N", help=how_many)
     group.add_argument("--seed", type=int, metavar="N", help="the same seed, the same requests (default: 0)")
     group.add_argument(
         "--arrivals",
@@ -53,7 +62,7 @@ def add_workload_arguments(
     )
     group.add_argument("--max-prompt-tokens", type=int, metavar="N", help="longer prompts are cut")
     group.add_argument("--max-total-tokens", type=int, metavar="N", help="prompt and answer (default: the server's)")
-    group.add_argument("--time-scale", type=float, metavar="F", help="of a trace's own instants: 0.5 is twice as fast")
+    group.add_argument("--time-scale", type=float, metavar="F", help=how_fast)
     group.add_argument("--trace-offset", type=int, metavar="N", help="of a trace: the first row to take (default: 0)")
     group.add_argument(
         "--columns", metavar="MAP", help="of a trace:FILE: time=T,prompt=P,output=O[,hashes=H][,unit=ms][,block=512]"
@@ -95,8 +104,18 @@ def add_bench(sub: argparse.ArgumentParser) -> None:
     )
     size.add_argument("--gpus", type=argument_types.count, metavar="N", help="of the whole deployment")
     targets = sub.add_argument_group("targets and report")
-    targets.add_argument("--ttft-ms", type=float, metavar="A", help="time to first token (default: the server's)")
-    targets.add_argument("--tpot-ms", type=float, metavar="B", help="time per further token (default: the server's)")
+    targets.add_argument(
+        "--ttft-ms",
+        type=argument_types.some_milliseconds,
+        metavar="A",
+        help="time to first token (default: the server's)",
+    )
+    targets.add_argument(
+        "--tpot-ms",
+        type=argument_types.some_milliseconds,
+        metavar="B",
+        help="time per further token (default: the server's)",
+    )
     targets.add_argument("--keep-targets", action="store_true", help="don't send the targets with the requests")
     targets.add_argument(
         "--warm-up-s",
@@ -334,19 +353,23 @@ Number = TypeVar("Number", int, float)
 
 
 def numbers(text: str, kind: type[Number], option: str) -> list[Number]:
-    """A comma separated list, each above 0. Raises InputError."""
+    """A comma separated list, each above 0; rates within what arrivals can have. Raises InputError."""
+    from trtpd.perf.arrivals import RATES
+
+    least, most = RATES if kind is float else (1, 1e9)
     try:
         found = [kind(part) for part in text.split(",") if part.strip()]
     except ValueError as error:
         raise InputError(f"{option} is {text!r}; give numbers with commas between") from error
-    if any(not 0 < number < 1e9 for number in found):
-        raise InputError(f"{option} is {text!r}; each must be above 0")
+    wrong = next((number for number in found if not least <= number <= most), None)
+    if wrong is not None:
+        raise InputError(f"{option} is {text!r}; each must lie between {least:g} and {most:g}, {wrong:g} does not")
     return found
 
 
 def add_compare(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("build", type=Path, metavar="BUILD", help="a build with prefill and decode pools and their cores")
-    add_workload_arguments(sub)
+    add_workload_arguments(sub, own_load=True)
     runs = sub.add_argument_group("runs")
     runs.add_argument(
         "--rates", default="", metavar="R,...", help="requests a second (default: each arm's best is sought)"
@@ -355,7 +378,11 @@ def add_compare(sub: argparse.ArgumentParser) -> None:
         "--repeats", type=argument_types.count, default=2, metavar="N", help="of each arm at each rate, arms in turn"
     )
     runs.add_argument(
-        "--point-s", type=argument_types.some_seconds, default=60.0, metavar="S", help="how long one rate is held"
+        "--point-s",
+        type=argument_types.some_seconds,
+        default=60.0,
+        metavar="S",
+        help="how long one rate is held, half as long in tuning; longer where that would be fewer than 20 requests",
     )
     runs.add_argument("--chunks", default="32,64,128,256,512", metavar="N,...", help="chunk sizes the tuning may try")
     runs.add_argument(
@@ -375,7 +402,7 @@ def add_compare(sub: argparse.ArgumentParser) -> None:
         type=argument_types.some_seconds,
         default=3600.0,
         metavar="S",
-        help="no step begins that would end later",
+        help="no run begins that might end later; the same command goes on where this one ended",
     )
     runs.add_argument(
         "--outside", default="", metavar="CMD", help="another OpenAI server as an arm; {port} in it is filled"
@@ -393,7 +420,8 @@ def compare(args: argparse.Namespace) -> int:
     from trtpd.build.files import check_writable
     from trtpd.perf import compare_report
     from trtpd.perf.compare import CompareOptions, Comparer
-    from trtpd.perf.verdict import verdict
+    from trtpd.perf.compare_ending import ending
+    from trtpd.perf.verdict import found_nothing, verdict
     from trtpd.perf.workload_options import compare_wanted
 
     folder = args.output or Path("compare-" + "".join(c if c.isalnum() else "-" for c in args.workload))
@@ -414,8 +442,12 @@ def compare(args: argparse.Namespace) -> int:
     )
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does: its servers go with it
     with console.progress() as progress:
-        comparison = Comparer(options, progress).run()
+        comparison = Comparer(options, progress, say=console.say).run()
     page = compare_report.write(folder, comparison, command=command_line())
+    for line in ending(comparison):
+        console.say(f"trtpd compare: {line}")
     lines = [*verdict(comparison), f"report       {page}"]
     console.result(compare_report.document(comparison), as_json=args.json, text="\n".join(lines))
-    return 0 if comparison.complete else 1
+    if comparison.end.how == "interrupted":
+        return 130
+    return 0 if comparison.complete and not found_nothing(comparison) else 1

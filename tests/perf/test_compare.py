@@ -16,6 +16,7 @@ from trtpd_testing.fake_servers import fake_openai
 
 from trtpd import perf_cli
 from trtpd.build.manifest import MANIFEST, read_manifest
+from trtpd.cli import main
 from trtpd.errors import InputError, ServeError
 from trtpd.perf import compare_points, compare_report, compare_targets, interference
 from trtpd.perf.arrivals import parse
@@ -24,6 +25,7 @@ from trtpd.perf.client import Run
 from trtpd.perf.client_health import LATE_FLOOR_S, ClientHealth, late_limit_for
 from trtpd.perf.compare import CompareOptions, Comparer
 from trtpd.perf.compare_arms import CHUNKED, COLOCATED, OUTSIDE, SPLIT, Variant, cores_of, next_variant, variants
+from trtpd.perf.compare_budget import Budget, OutOfBudgetError, Step
 from trtpd.perf.compare_folder import Folder
 from trtpd.perf.compare_points import Points
 from trtpd.perf.compare_runs import DisturbedError, Driven, Runs
@@ -193,7 +195,7 @@ def test_a_run_is_accounted_for_once_and_again_if_it_was_made_anew(tmp_path, mon
         wanted=Wanted(name="chat"),
         point_s=20.0,
         longest_tokens=1024,
-        end_s=0.0,
+        budget=Budget(seconds=0.0),
         cores=2,
         progress=lambda *_: None,
     )
@@ -245,10 +247,31 @@ def options(tmp_path, **more) -> CompareOptions:
     return CompareOptions(**(defaults | more))
 
 
+BEGIN = Budget.begin
+
+
+def interrupted_at(runs):
+    """What Ctrl-C does as the run behind so many begins."""
+
+    def begun(budget, step, *, start):
+        if budget.begun == runs:
+            raise KeyboardInterrupt
+        BEGIN(budget, step, start=start)
+
+    return begun
+
+
+def only_the_targets(tmp_path):
+    with pytest.MonkeyPatch.context() as patch:
+        there = (tmp_path / "cmp" / "slo.json").exists()
+        patch.setattr(Budget, "begin", interrupted_at(0 if there else 1))
+        return Comparer(options(tmp_path), lambda *_: None).run()
+
+
 @pytest.mark.slow
 def test_a_comparison_measures_all_arms_says_what_it_found_and_goes_on_where_it_stopped(tmp_path, arms):
     write_manifest(tmp_path, POOLS)
-    first = Comparer(options(tmp_path, budget_s=1.0), lambda *_: None).run()
+    first = only_the_targets(tmp_path)
     assert not first.complete
     assert not first.points
     whole = Comparer(options(tmp_path), lambda *_: None).run()
@@ -377,11 +400,15 @@ def older(folder) -> LengthSlo:
     return slo
 
 
-def test_an_older_comparison_gives_its_targets_and_tuning_but_does_not_go_on(tmp_path, arms):
+def test_an_older_comparison_gives_its_targets_and_tuning_but_does_not_go_on(tmp_path, arms, monkeypatch):
     write_manifest(tmp_path, POOLS)
     slo = older(tmp_path / "old")
     assert "--like" in refused(tmp_path, folder=tmp_path / "old")
-    like = options(tmp_path, like=tmp_path / "old", budget_s=1.0)
+    with pytest.raises(InputError, match=r"too short for anything"):
+        Comparer(options(tmp_path, like=tmp_path / "old", budget_s=1.0), lambda *_: None).run()
+    assert arms == []
+    monkeypatch.setattr(Budget, "begin", interrupted_at(0))
+    like = options(tmp_path, like=tmp_path / "old")
     found = Comparer(like, lambda *_: None).run()
     assert found.slo == slo
     assert arms == []
@@ -390,11 +417,11 @@ def test_an_older_comparison_gives_its_targets_and_tuning_but_does_not_go_on(tmp
     }  # fmt: skip
     assert all("old (mixed, by trtpd)" in choice.origin for choice in found.choices)
     assert any("another build" in line for line in compare_report.remarks(found))
-    assert Comparer(options(tmp_path, budget_s=1.0), lambda *_: None).run().choices == found.choices
+    assert Comparer(options(tmp_path), lambda *_: None).run().choices == found.choices
     other = older(tmp_path / "other")
     (tmp_path / "other" / "slo.json").write_bytes(msgspec.json.encode(msgspec.structs.replace(other, tpot_s=0.2)))
     with pytest.raises(InputError, match=r"has its own targets.*-o"):
-        Comparer(options(tmp_path, like=tmp_path / "other", budget_s=1.0), lambda *_: None).run()
+        Comparer(options(tmp_path, like=tmp_path / "other"), lambda *_: None).run()
 
 
 def test_what_has_no_other_requests_to_tune_by_is_refused(tmp_path):
@@ -408,8 +435,8 @@ def test_what_has_no_other_requests_to_tune_by_is_refused(tmp_path):
 
 def runs_of(tmp_path, wanted, **more) -> Runs:
     return Runs(
-        build=tmp_path, folder=tmp_path, wanted=wanted, point_s=20.0, longest_tokens=1024, end_s=0.0, cores=2,
-        progress=lambda *_: None, **more,
+        build=tmp_path, folder=tmp_path, wanted=wanted, point_s=20.0, longest_tokens=1024, cores=2,
+        budget=Budget(seconds=0.0), progress=lambda *_: None, **more,
     )  # fmt: skip
 
 
@@ -480,11 +507,11 @@ def test_a_trace_that_is_too_short_is_said_to_be():
 
 def test_the_targets_come_from_an_unloaded_server_and_stay(tmp_path, arms):
     write_manifest(tmp_path, POOLS)
-    found = Comparer(options(tmp_path, budget_s=1.0), lambda *_: None).run()
+    found = only_the_targets(tmp_path)
     assert arms == [(COLOCATED, "1 x 2 threads")]
     assert found.slo.floor_s == 1.0
     assert found.slo.tpot_s > 0.625 * 0.039  # no gap of that server is shorter than its sleep
-    assert Comparer(options(tmp_path, budget_s=1.0), lambda *_: None).run().slo == found.slo
+    assert only_the_targets(tmp_path).slo == found.slo
 
 
 @pytest.fixture
@@ -564,11 +591,11 @@ def test_a_search_passes_over_what_cannot_be_used(tmp_path, instant, monkeypatch
         return drive(runs, target, workload, name, **more)
 
     monkeypatch.setattr(Runs, "drive", driven)
-    monkeypatch.setattr(Runs, "fault", lambda *_: "other work" * ("chunk" not in names[-1] and "points" in names[-1]))
+    monkeypatch.setattr(Runs, "fault", lambda *_: "other work" * ("chunk" not in names[-1] and "repeat" in names[-1]))
     found = Comparer(options(tmp_path, rates=rates, repeats=2), lambda *_: None).run()
     assert found.complete
     assert all(bool(point.file.fault) == (point.file.arm == COLOCATED) for point in found.points)
-    assert "No usable run of colocated yet." in verdict(found)
+    assert any(line.startswith("No usable run of colocated yet (") for line in verdict(found))
 
 
 @pytest.mark.parametrize(("definition", "top"), [("trtpd", 40.0), ("mooncake", 40.0), ("distserve", 20.0)])
@@ -591,6 +618,162 @@ def test_a_comparison_is_by_the_definition_that_was_chosen(tmp_path, instant, mo
     assert best(found, SPLIT).rate == top
     missed = [point.good_per_s is None for point in found.points if point.file.rate == 40.0]
     assert missed == [definition == "distserve"] * 3
+
+
+def command(tmp_path, *more) -> list[str]:
+    build, folder = str(tmp_path / "build"), str(tmp_path / "cmp")
+    usual = ["--workload", "chat", "--rates", "20", "--repeats", "1", "--point-s", "1", "--chunks", "64", "-o", folder]
+    return ["compare", build, *usual, *more]
+
+
+def test_ctrl_c_leaves_what_there_is_and_says_that_the_same_command_goes_on(tmp_path, instant, monkeypatch, capsys):
+    write_manifest(tmp_path, POOLS)
+    with monkeypatch.context() as patch:
+        patch.setattr(Budget, "begin", interrupted_at(0))
+        assert main(command(tmp_path)) == 130
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert "interrupted before the targets were fixed" in said
+        assert "the same command begins again" in said
+        patch.setattr(Budget, "begin", interrupted_at(3))
+        assert main(command(tmp_path, "--json")) == 130
+    out, err = capsys.readouterr()
+    document = json.loads(out)
+    assert document["end"]["how"] == "interrupted"
+    assert "trtpd compare: interrupted after 0 s" in err
+    assert "the same command goes on" in err
+    assert "colocated, chunked: not tuned yet (no tuning runs there), not run at 20" in err
+    assert {run["state"] for run in document["runs"]} == {"not run"}
+    assert main(command(tmp_path)) == 0
+
+
+def test_an_ended_budget_says_what_was_not_run_and_what_to_do(tmp_path, instant, monkeypatch, capsys):
+    """Each run takes 100 s here; the tenth, the last point, does not fit."""
+    write_manifest(tmp_path, POOLS)
+    with monkeypatch.context() as patch:
+        patch.setattr(Budget, "spent_s", property(lambda budget: 100.0 * budget.begun))
+        assert main(command(tmp_path, "--budget-s", "910")) == 1
+    out, err = capsys.readouterr()
+    assert "the budget of 910 s ended after 900 s: the next run, disaggregated (" in err
+    assert "with a larger --budget-s" in err
+    assert "disaggregated: not run at 20" in err
+    assert "No verdict yet: disaggregated has no usable run (the budget ended first)." in out
+    runs = json.loads((tmp_path / "cmp" / "report.json").read_text())["runs"]
+    assert [(run["arm"], run["state"]) for run in runs][2] == (SPLIT, "not run")
+    assert "not run,the budget ended first" in (tmp_path / "cmp" / "points.csv").read_text()
+
+
+def test_points_that_were_all_left_out_are_told_with_their_reasons(tmp_path, instant, monkeypatch, capsys):
+    write_manifest(tmp_path, POOLS)
+    tuned = len({"unloaded", *range(6)})
+    monkeypatch.setattr(Runs, "fault", lambda *_: "other work took a core" if len(instant[0]) > tuned else "")
+    assert main(command(tmp_path)) == 1
+    out, err = capsys.readouterr()
+    for arm in (COLOCATED, CHUNKED, SPLIT):
+        assert f"left out: {arm} at 20 requests/s, repeat 1: other work took a core" in err
+    assert "the same command makes what was left out once more" in err
+    assert "No verdict yet: disaggregated has no usable run (1 left out: other work took a core)." in out
+
+
+def test_a_budget_that_the_first_run_does_not_fit_into_is_refused_before_anything_runs(tmp_path, instant, capsys):
+    write_manifest(tmp_path, POOLS)
+    assert main(command(tmp_path, "--budget-s", "1")) == 2
+    assert "--budget-s 1 is too short for anything: unloaded requests on colocated" in capsys.readouterr().err
+    assert instant[0] == []
+    assert main(command(tmp_path, "--budget-s", "25")) == 1  # the targets
+    assert "to do at least: 1 unloaded run (4 s each), 6 tuning runs (1 s each)" in capsys.readouterr().err
+
+
+def test_what_a_run_lasts_follows_from_its_requests(tmp_path):
+    """Eight seconds at 0.8 requests/s would be six."""
+    runs = replace(runs_of(tmp_path, Wanted(name="chat", fit=LengthFit(scale=0.05))), point_s=8.0)
+    slo = LengthSlo(floor_s=1.0, factor=2.5, unloaded=((32, 0.1), (128, 0.2)), tpot_s=0.1)
+    points = Points(runs=runs, folder=Folder(tmp_path), slo=slo)
+    for kind in ("tuning", "points"):
+        step = points.step(kind, VARIANT, 0.8, 0)
+        assert step.arrive_s == pytest.approx(25.0)
+        assert step.drain_s == points.patience_s
+    assert points.step("tuning", VARIANT, 10.0, 0).arrive_s == pytest.approx(4.0)
+    assert points.step("points", VARIANT, 10.0, 0).arrive_s == pytest.approx(8.0)
+
+
+def test_runs_longer_than_was_asked_for_are_announced(tmp_path, instant):
+    write_manifest(tmp_path, POOLS)
+    said: list[str] = []
+    Comparer(options(tmp_path, rates=(0.8,), point_s=8.0), lambda *_: None, say=said.append).run()
+    assert "at 0.8 requests/s it lasts 25 s and not --point-s 8" in "\n".join(said[:4])
+    steps = [line for line in said if line.startswith("[run ")]
+    assert steps[1].startswith("[run 2 of at least 10; 0 of 600 s spent] colocated (1 x 2 threads)")
+    assert "25 s of requests, then up to" in steps[1]
+
+
+def test_no_server_is_started_for_a_run_that_does_not_fit(tmp_path, monkeypatch):
+    starts = []
+    monkeypatch.setattr(Runs, "serve", lambda runs, variant: starts.append(variant))
+    runs = replace(runs_of(tmp_path, Wanted(name="chat")), budget=Budget(seconds=20.0))
+    with runs.served_when_needed(VARIANT) as target_of, pytest.raises(OutOfBudgetError):
+        target_of(Step(name="a run", arrive_s=8.0))  # it alone would fit, and so would the start of a server
+    assert starts == []
+
+
+@given(st.lists(st.tuples(st.floats(0, 50), st.floats(0, 20), st.floats(0, 1), st.booleans()), max_size=30))
+def test_a_budget_is_never_overrun_by_runs_that_keep_to_what_they_may_take(steps):
+    now_s = [0.0]
+    budget = Budget(seconds=100.0, clock=lambda: now_s[0])
+    for arrive_s, drain_s, share, start in steps:
+        step = Step(name="run", arrive_s=arrive_s, drain_s=drain_s)
+        if now_s[0] + budget.needs_s(step, start=start) > 100.0:
+            with pytest.raises(OutOfBudgetError):
+                budget.begin(step, start=start)
+            continue
+        budget.begin(step, start=start)
+        now_s[0] += share * budget.needs_s(step, start=start)
+        assert now_s[0] <= 100.0 + 1e-9
+
+
+def test_chunk_sizes_of_which_none_can_be_are_refused(tmp_path):
+    manifest = read_manifest(write_manifest(tmp_path, POOLS))
+    for chunks in ((), (1024, 4096)):
+        with pytest.raises(InputError, match="at least one must be below the 1024 tokens"):
+            variants(manifest, chunks=chunks)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--rates", "1e9"), "each must lie between 1e-06 and 1e+06, 1e+09 does not"),
+        (("--rates", "0"), "0 does not"),
+        (("--chunks", "0"), "each must lie between 1 and 1e+09"),
+        (("--budget-s", "1e9"), "'1e9' is too large; it must be below 1e+09"),
+        (("--point-s", "-1"), "'-1' is not a number of seconds above 0"),
+        (("--repeats", "1234567890123"), "must have at most 12 digits"),
+    ],
+)
+def test_an_option_out_of_bounds_is_told_the_bound_it_broke(tmp_path, capsys, more, said):
+    assert main(command(tmp_path, *more)) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--ttft-ms", "-1"), "'-1' is not a number of milliseconds above 0"),
+        (("--tpot-ms", "1e12"), "must be below 1e+12"),
+        (("--warm-up-s", "1e9"), "must be below 1e+09"),
+        (("--time-scale", "1e9"), "above 0 and below 1e9"),
+    ],
+)
+def test_a_target_out_of_bounds_is_told_the_bound_it_broke(capsys, more, said):
+    assert main(["bench", "--workload", "trace:mooncake", *more]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_options_that_a_comparison_decides_itself_are_not_offered_and_refused_with_the_reason(tmp_path, capsys):
+    assert main(["compare", "--help"]) == 0
+    shown = capsys.readouterr().out
+    for option in ("--requests", "--time-scale"):
+        assert option not in shown
+        assert main(command(tmp_path, option, "8")) == 2
+        assert f"{option} would do nothing" in capsys.readouterr().err
 
 
 def test_the_command_knows_all_definitions():

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import csv
 import re
 from dataclasses import replace
 
@@ -12,10 +13,11 @@ from hypothesis import strategies as st
 from trtpd.perf import compare_report
 from trtpd.perf.client_health import ClientHealth
 from trtpd.perf.compare_arms import CHUNKED, COLOCATED, SPLIT
+from trtpd.perf.compare_ending import run_states
 from trtpd.perf.compare_ratio import LEAST_APART, ratio_at, ratio_of_bests
 from trtpd.perf.compare_stages import first_token, handed_off
 from trtpd.perf.compare_tables import goodput_table, points_csv
-from trtpd.perf.comparison import Choice, Comparison, Plan, Point, PointFile
+from trtpd.perf.comparison import Choice, Comparison, End, Plan, Point, PointFile
 from trtpd.perf.environment import this_environment
 from trtpd.perf.goodput import account
 from trtpd.perf.records import Record, ServerTimes
@@ -57,22 +59,26 @@ def point(arm, rate, repeat, flags, *, fault="", figures=None) -> Point:
 
 
 FIGURES = account([], SLO, until_s=1.0)
+ARMS = (COLOCATED, CHUNKED, SPLIT)
 
 
 def comparison(*points: Point, definition="trtpd") -> Comparison:
     plan = Plan(
         fingerprint="f", workload="chat", seed=0, point_s=20.0, cores=(0, 1), chunks=(64,), definition=definition
     )
+    points = tuple(replace(one, definition=definition) for one in points)
+    rates = tuple(sorted({one.file.rate for one in points}))
+    choices = tuple(Choice(arm=arm, variant="v", tried={}) for arm in ARMS)
     return Comparison(
         plan=plan,
         slo=SLO,
-        rates=tuple(sorted({one.file.rate for one in points})),
-        choices=tuple(Choice(arm=arm, variant="v", tried={}) for arm in (COLOCATED, CHUNKED, SPLIT)),
-        points=tuple(replace(one, definition=definition) for one in points),
+        rates=rates,
+        choices=choices,
+        points=points,
         interference={},
         environment=ENVIRONMENT,
-        complete=True,
         notes=(),
+        runs=run_states(ARMS, choices, points, rates, 1, searched=False, how="complete"),
     )
 
 
@@ -144,8 +150,8 @@ def test_only_arms_that_were_measured_at_a_rate_are_compared_there():
         point(SPLIT, 1.0, 0, good), point(COLOCATED, 1.0, 0, bad), point(CHUNKED, 0.5, 0, [True] * 20)
     )  # fmt: skip
     assert "both" not in text
-    assert re.search(r"beside colocated: ahead at 1 requests/s, 6 times", text)
-    assert "Disaggregated and colocated, chunked were measured at no rate in common." in text
+    assert re.search(r"disaggregated beside colocated: ahead at 1 requests/s, 6 times", text)
+    assert "Beside colocated, chunked: measured at no rate in common." in text
 
 
 def test_a_rate_with_fewer_runs_is_told_beside_those_that_count():
@@ -153,7 +159,7 @@ def test_a_rate_with_fewer_runs_is_told_beside_those_that_count():
     runs = [point(COLOCATED, 2.0, n, none) for n in range(2)] + [point(COLOCATED, 1.0, 0, good)]
     text = text_of(*runs, *(point(SPLIT, 2.0, n, good) for n in range(2)))
     assert "any rate" not in text
-    assert "no request within the targets at 2 requests/s (2 runs), though 1 at 1 (1 run)" in text
+    assert "no request within the targets of 2 requests/s offered (2 runs), though 1 of 1 (1 run)" in text
 
 
 def swapped(one: Point) -> Point:
@@ -172,7 +178,54 @@ def test_one_run_each_pays_only_if_its_requests_show_it():
 
 def test_faulted_runs_count_nowhere():
     runs = [point(SPLIT, 1.0, 0, [True] * 30), point(COLOCATED, 1.0, 0, [True] * 30, fault="other work")]
-    assert "No usable run of colocated yet." in text_of(*runs)
+    assert "No verdict yet: colocated has no usable run" in text_of(*runs)
+
+
+def test_a_run_that_was_not_made_one_left_out_and_one_that_served_nothing_are_told_apart():
+    runs = [
+        point(SPLIT, 1.0, 0, [True] * 30), point(SPLIT, 2.0, 0, [False] * 30),
+        point(COLOCATED, 1.0, 0, [True] * 30, fault="other work"),
+    ]  # fmt: skip
+    found = comparison(*runs)
+    states = {
+        (SPLIT, 1.0): ("measured", ""),
+        (SPLIT, 2.0): ("served nothing", ""),
+        (COLOCATED, 1.0): ("left out", "other work"),
+        (COLOCATED, 2.0): ("not run", "away from this arm's best"),
+    }
+    listed = {(run["arm"], run["rate"]): run for run in compare_report.document(found)["runs"]}
+    lines = {
+        (line["arm"], float(line["rate"])): line for line in csv.DictReader(points_csv(found).decode().splitlines())
+    }
+    for run, (state, reason) in states.items():
+        for told in (listed[run], lines[run]):
+            assert (told["state"], told["reason"]) == (state, reason)
+    assert lines[SPLIT, 2.0]["good"] == "0"
+    assert lines[COLOCATED, 2.0]["good"] == ""
+    assert {row[0]: row[1:] for row in goodput_table(found).rows}["1"][0] == "left out"
+
+
+def test_six_lines_say_who_wins_by_how_much_where_and_why():
+    good, bad = [True] * 30, [False] * 25 + [True] * 5
+    runs = [point(SPLIT, rate, n, good) for rate in (1.0, 2.0) for n in range(2)]
+    runs += [point(arm, 1.0, n, good) for arm in (COLOCATED, CHUNKED) for n in range(2)]
+    runs += [point(arm, 2.0, n, bad) for arm in (COLOCATED, CHUNKED) for n in range(2)]
+    lines = verdict(replace(comparison(*runs), end=End(how="budget")))
+    assert len(lines) <= 6
+    assert lines[0].startswith("Against colocated, disaggregation pays here: 2 times (95 %: ")
+    assert "At best 2 requests/s within targets of 2 offered (2 runs) against 1" in lines[0]
+    assert "disaggregated beside colocated: no difference shown at 1 requests/s, 1 times" in lines[2]
+    assert "ahead at 2 requests/s, 6 times" in lines[2]
+    assert "disaggregated none of 60 at 2 requests/s" in lines[3]
+    assert "colocated 50 of 60 at 2 requests/s (first token late 50)" in lines[3]
+    assert "may change when the same command goes on" in lines[-1]
+
+
+@pytest.mark.parametrize(("served", "hint"), [(29, "only higher ones"), (1, "only lower ones"), (15, "")])
+def test_rates_that_can_tell_nothing_apart_are_said_to_be_too_low_or_too_high(served, hint):
+    text = text_of(*(point(arm, 1.0, 0, [n < served for n in range(30)]) for arm in ARMS))
+    assert ("could tell them apart" in text) == bool(hint)
+    assert hint in text
 
 
 def distserve_runs():
@@ -188,9 +241,9 @@ def test_by_a_definition_with_a_goal_only_rates_that_meet_it_count():
     found = comparison(*distserve_runs(), definition="distserve")
     assert best(found, SPLIT).rate == 2.0
     assert best(found, COLOCATED).rate == 1.0
-    assert "against best goodput 1 requests/s at 1 (1 run)" in "\n".join(verdict(found))
+    assert "against 1 requests/s within targets of 1 offered (1 run)" in "\n".join(verdict(found))
     missed = [one for one in distserve_runs() if one.file.arm == SPLIT or one.file.rate > 1.0]
-    assert "less than 90% within the targets at 2, 3 requests/s (1 run each)" in text_of(
+    assert "less than 90% within the targets of 2, 3 requests/s offered (1 run each)" in text_of(
         *missed, definition="distserve"
     )
 
@@ -200,10 +253,10 @@ def test_a_missed_goal_is_a_dash_in_the_report_and_an_empty_cell_in_the_table(tm
     page = compare_report.write(tmp_path, found, command="trtpd compare").read_text()
     assert "at least 90% of the requests meet both targets" in page
     rows = dict((row[0], row[1:]) for row in goodput_table(found).rows)
-    assert rows["3"] == ("–", "", "–")
+    assert rows["3"] == ("–", "not run", "–")
     assert rows["best"] == ("1", "–", "2")
-    lines = points_csv(found).decode().splitlines()
-    columns = dict(zip(lines[0].split(","), lines[-1].split(","), strict=True))
+    lines = csv.DictReader(points_csv(found).decode().splitlines())
+    columns = next(line for line in lines if line["arm"] == COLOCATED and line["rate"] == "3.0")
     assert columns["goodput_per_s"] == ""
     assert columns["good"] == "12"
 

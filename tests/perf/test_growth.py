@@ -70,3 +70,20 @@ def test_what_fills_up_and_then_stays_shows_in_the_second_half() -> None:
 @pytest.mark.parametrize("count", [0, 1, 2 * SPANS - 1])
 def test_too_few_samples_are_said(count: int) -> None:
     assert growth(AT_S[:count], AT_S[:count], limit_per_hour=1.0).verdict == "too short"
+
+
+@pytest.mark.parametrize("at", [3, 60, 150, 225, len(AT_S) - 1])
+def test_one_step_of_an_allocator_is_told_from_growth(at: int) -> None:
+    steps = 84.0 + 0.9 * (np.arange(len(AT_S)) >= at)
+    found = growth(AT_S, steps, limit_per_hour=1.0)
+    assert found.verdict in ("flat", "one step")
+    assert (found.step, found.step_at_s) == (pytest.approx(0.9), AT_S[at])
+    assert growth(AT_S, steps, limit_per_hour=0.5).verdict != "one step"
+
+
+@given(st.floats(1.3, 1e3))
+def test_no_line_and_no_staircase_is_taken_for_one_step(per_hour: float) -> None:
+    line = 84.0 + per_hour * AT_S / HOUR_S
+    assert growth(AT_S, line, limit_per_hour=1.0).verdict == "grows"
+    stairs = 84.0 + 0.9 * np.floor(3.0 * per_hour * AT_S / HOUR_S)
+    assert growth(AT_S, stairs, limit_per_hour=1.0).verdict in ("grows", "unclear")

@@ -97,6 +97,7 @@ def test_shared_memory_is_counted_by_who_made_it(tmp_path: Path, monkeypatch: py
     (tmp_path / f"other.{os.getpid()}.77.0badcafe").write_bytes(bytes(1000))
     assert shared_memory({os.getpid()}) == {("deployment", "shm_files"): 1.0, ("deployment", "shm_bytes"): 100.0}
     assert shared_memory({1234567})["deployment", "shm_files"] == 2.0
+    assert shared_memory({77, 8812, 4242})["deployment", "shm_files"] == 0.0
 
 
 def test_an_idle_server_that_holds_something_is_told_by_name() -> None:
