@@ -17,6 +17,7 @@ from trtpd.errors import InputError, ServeError
 from trtpd.perf import analyze as room
 from trtpd.perf.analyze import AnalyzeOptions, analyze
 from trtpd.perf.analyze_report import AnalyzeResult, table
+from trtpd.perf.bench import drive
 from trtpd.perf.client_health import BottleneckError
 from trtpd.perf.make_workload import Wanted, make
 from trtpd.perf.perf_analyzer import Load
@@ -171,7 +172,6 @@ def test_an_interrupted_run_is_left_out_and_said(tool, tmp_path, monkeypatch):
         info = msgspec.structs.replace(run.info, interrupted=workload.concurrency == 2)
         return replace(run, info=info, records=run.records[:3] if info.interrupted else run.records), cpu_s
 
-    drive = room.drive
     monkeypatch.setattr(room, "drive", cut_short)
     loads = (Load(concurrency=3), Load(concurrency=2), Load(concurrency=1))
     with fake_triton(fixed(0.005, 0.002, 3)) as server:
