@@ -163,9 +163,11 @@ def read_profile(path: Path) -> CostProfile:
     except ValueError as error:
         raise InputError(f"{path}: no profile, it isn't JSON ({error}); make it with `trtpd profile BUILD`") from error
     found: Any = data.get("format") if isinstance(data, dict) else None
+    if found is None:
+        raise InputError(f"{path}: no profile, it names no format; make it with `trtpd profile BUILD`")
     if found != FORMAT:
         raise InputError(
-            f"{path}: format {found!r}; this trtpd reads profiles of format {FORMAT}, made with `trtpd profile BUILD`"
+            f"{path}: format {found!r}, this trtpd reads those of format {FORMAT}; make it with `trtpd profile BUILD`"
         )
     try:
         return CostProfile.model_validate(data)

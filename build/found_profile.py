@@ -10,11 +10,12 @@ from typing import cast
 
 import msgspec
 
-from trtpd.build.cost_profile import PROFILE, CostProfile, read_profile
+from trtpd.build.cost_profile import PROFILE, CostProfile, TransferFit, read_profile
+from trtpd.build.hand_off import HandOff
 from trtpd.build.machine import cpu_name
 from trtpd.build.manifest import Manifest, RoleName, settings_as
 from trtpd.build.spec import NO_PROFILE
-from trtpd.errors import InputError
+from trtpd.errors import EngineError, InputError
 
 
 class _Scheduler(msgspec.Struct, frozen=True):
@@ -29,12 +30,14 @@ class _Settings(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundProfile:
-    """`profile` is None where none is used; `roles` are those whose costs are of the build's engines. `remarks` say
-    what a user should know, in single lines; `missing`: there would be one to find, and there is none."""
+    """`profile` is None where none is used; `roles` are those whose costs are of the build's engines, `hand_off` what
+    the build's hand-offs within a host cost, None where that was not measured as they are made. `remarks` say what a
+    user should know, in single lines; `missing`: there would be one to find, and there is none."""
 
     path: Path | None = None
     profile: CostProfile | None = None
     roles: tuple[RoleName, ...] = ()
+    hand_off: TransferFit | None = None
     remarks: tuple[str, ...] = ()
     missing: bool = False
 
@@ -72,8 +75,25 @@ def find_profile(build: Path, manifest: Manifest, *, cpu: str | None = None) -> 
             f"{path}: measured on {profile.environment.cpu}, here is {here}: predictions begin off and are corrected "
             f"while it serves; {again}"
         )
-    used = profile if roles else None
-    return FoundProfile(path=path, profile=used, roles=roles, remarks=tuple(remarks))
+    if not roles:
+        return FoundProfile(path=path, remarks=tuple(remarks))
+    hand_off, fault = _hand_off(profile, build, manifest)
+    if fault:
+        remarks.append(f"{path}: {fault}, so what a hand-off costs is learned while it serves; {again}")
+    return FoundProfile(path=path, profile=profile, roles=roles, hand_off=hand_off, remarks=tuple(remarks))
+
+
+def _hand_off(profile: CostProfile, build: Path, manifest: Manifest) -> tuple[TransferFit | None, str]:
+    """What was measured of the path that the build uses; or None, and how it was measured otherwise."""
+    try:
+        made = HandOff.of(build, manifest)
+    except EngineError:  # which stops the server, and lint says it
+        return None, ""
+    costs = None if made is None else profile.transfers.get(made.path)
+    if made is None or costs is None or costs.fit is None:
+        return None, ""
+    difference = made.difference(costs)
+    return (None, f"the transfer over {made.path} {difference}") if difference else (costs.fit, "")
 
 
 def match(profile: CostProfile, manifest: Manifest) -> tuple[tuple[RoleName, ...], list[str]]:

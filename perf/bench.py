@@ -19,7 +19,6 @@ import msgspec
 
 from trtpd.errors import TrtpdError
 from trtpd.perf.bench_folder import keep, load
-from trtpd.perf.bench_models import check_model
 from trtpd.perf.bench_plan import clamped, how_long
 from trtpd.perf.bench_result import About, Measured, ServerLook, Taken, measured_of
 from trtpd.perf.client import Client, ClientOptions, Run, no_progress
@@ -27,6 +26,7 @@ from trtpd.perf.client_health import BottleneckError, refuse_if_bottleneck
 from trtpd.perf.environment import Environment, this_environment
 from trtpd.perf.goodput import Deployment
 from trtpd.perf.make_workload import Wanted, make
+from trtpd.perf.model_names import check_model
 from trtpd.perf.openai_transport import OpenAiTransport
 from trtpd.perf.process_cpu import cpu_times, server_process, usable_cores
 from trtpd.perf.server_watch import WatchedTransport, listener

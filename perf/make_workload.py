@@ -18,7 +18,7 @@ from trtpd.errors import InputError
 from trtpd.perf.arrivals import Arrivals, check_rate
 from trtpd.perf.lengths import LengthFit
 from trtpd.perf.prompt_text import Segment
-from trtpd.perf.traces import TraceOptions, read_trace
+from trtpd.perf.traces import TraceOptions, parse_columns, read_trace, trace_path
 from trtpd.perf.workload import Ask, Workload, check_seed, closed_loop, is_saved, load
 
 ZIPF = 1.1
@@ -195,7 +195,11 @@ def _check_trace_options(wanted: Wanted) -> None:
         ):
             if value != usual:
                 raise InputError(f"{option} {value} and --workload {wanted.name}: it is for a trace, trace:NAME alone")
-    elif trace.time_scale != default.time_scale:
+        return
+    if trace.columns is not None:
+        parse_columns(trace.columns)
+    trace_path(wanted.name.removeprefix("trace:"))
+    if trace.time_scale != default.time_scale:
         others: Sequence[tuple[str, object, str]] = (
             ("--rate", wanted.rate, "stretches the trace's instants to its mean"),
             ("--arrivals", wanted.arrivals, "gives other instants than the trace's"),
@@ -217,11 +221,15 @@ def _asks(wanted: Wanted) -> tuple[list[Ask], tuple[str, ...]]:
 
 
 def _timed(asks: Sequence[Ask], wanted: Wanted) -> tuple[list[Ask], str]:
-    """Instants for those that follow no other. In sessions the rate counts every turn."""
+    """Instants for those that follow no other. In sessions the rate counts every turn. A trace keeps its own if no
+    other arrivals are wanted; rows of one instant have no shape that could be stretched to a rate, and are asked as a
+    workload without instants is."""
     first = [number for number, ask in enumerate(asks) if ask.after is None]
     traced = asks[first[0]].at_s is not None
-    if wanted.arrivals is None and traced:
-        return _at_trace_times(asks, wanted)
+    shapeless = traced and all(ask.at_s == asks[0].at_s for ask in asks)
+    if wanted.arrivals is None and traced and not (shapeless and wanted.rate is not None):
+        timed, note = _at_trace_times(asks, wanted)
+        return timed, f"{note} ({_rows(len(asks))} at one instant)" if shapeless else note
     if wanted.rate is None:
         raise InputError(f"workload {wanted.name} needs a rate (requests/s) or a concurrency; give --rate R")
     arrivals = wanted.arrivals or Arrivals()
@@ -229,7 +237,14 @@ def _timed(asks: Sequence[Ask], wanted: Wanted) -> tuple[list[Ask], str]:
     instants = arrivals.instants(len(first), rate, np.random.default_rng([wanted.seed, 2]))
     when = dict(zip(first, (round(float(one), 6) for one in instants), strict=True))
     timed = [msgspec.structs.replace(ask, at_s=when.get(number)) for number, ask in enumerate(asks)]
-    return timed, f"{wanted.rate:g} requests/s, {arrivals}"
+    note = f"{wanted.rate:g} requests/s, {arrivals}"
+    if wanted.arrivals is None and shapeless:
+        note += f" (the trace has {_rows(len(asks))} at one instant, which nothing stretches to a rate)"
+    return timed, note
+
+
+def _rows(count: int) -> str:
+    return "this one row" if count == 1 else f"all these {count} rows"
 
 
 def _at_trace_times(asks: Sequence[Ask], wanted: Wanted) -> tuple[list[Ask], str]:

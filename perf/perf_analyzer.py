@@ -5,13 +5,13 @@ machine that drifts drifts for both). A workload's own instants and turns of ses
 closed loops and Poisson arrivals of requests that stand alone, so that is what both get. The text is new in each run: a
 prefix cache would answer whoever asks second. Users of a closed loop have their requests dealt to them as perf_analyzer
 deals them, so that as many are under way at its end in both. Its first requests come all at once, in an order that is
-chance, and are left out of both. Each figure is the median of the runs' medians.
+chance, and are left out of both. Each figure is the median of the runs' medians; instruments_agree.py compares them.
 """
 
 from __future__ import annotations
 
 import subprocess
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -24,11 +24,12 @@ import numpy as np
 from trtpd.build.decoding import plain_json
 from trtpd.errors import InputError, ServeError
 from trtpd.perf.arrivals import Arrivals, check_rate
+from trtpd.perf.instruments_agree import RunLatencies
 from trtpd.perf.perf_analyzer_tool import Tool
 from trtpd.perf.prompt_text import Renderer, Segment
 from trtpd.perf.workload import Workload, closed_loop
 
-AGREE = 0.10
+MOST_USERS = 4096
 
 Progress = Callable[[str, int, int], None]
 
@@ -57,42 +58,13 @@ class Load:
         """Raises InputError for a load that can't be, or that would leave nothing of so many requests to measure."""
         if self.rate is not None:
             check_rate(self.rate)
+        if self.opening > MOST_USERS:
+            raise InputError(f"{self}: at most {MOST_USERS} users; neither instrument keeps up with more")
         if self.opening >= requests:
             raise InputError(
                 f"{self} of {requests} requests: all of them come at once when it begins, and those are left out; give "
                 f"more --requests than {self.opening}, or a lower --concurrency"
             )
-
-
-class Latencies(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one run, in seconds; ITL over all gaps between responses. None where nothing was measured. `requests` are
-    those that the figures are of; `unfinished` those that did not finish, by why, the first ones included."""
-
-    requests: int
-    ttft_p50_s: float | None
-    ttft_p99_s: float | None
-    itl_p50_s: float | None
-    itl_p99_s: float | None
-    unfinished: dict[str, int] = {}
-
-
-class Agreement(msgspec.Struct, frozen=True, kw_only=True):
-    """Both instruments at one load: medians over the runs, and ours over theirs."""
-
-    load: str
-    theirs: Latencies
-    ours: Latencies
-    ttft_ratio: float | None
-    itl_ratio: float | None
-
-    @property
-    def agrees(self) -> bool:
-        """Within AGREE on both medians, as far as both are known. Not where requests did not finish: the figures of
-        those that did are of another load then."""
-        if self.theirs.unfinished or self.ours.unfinished:
-            return False
-        ratios = [ratio for ratio in (self.ttft_ratio, self.itl_ratio) if ratio is not None]
-        return bool(ratios) and all(abs(ratio - 1.0) <= AGREE for ratio in ratios)
 
 
 def with_new_text(workload: Workload, run: int) -> Workload:
@@ -190,7 +162,7 @@ class Analyzer:
             *self.extra,
         ]
 
-    def run(self, load: Load, requests: int, name: str) -> Latencies:
+    def run(self, load: Load, requests: int, name: str) -> RunLatencies:
         """Raises ServeError with the tool's own words if it fails or takes longer than `timeout_s`."""
         export = self.folder / f"{name}.json"
         export.unlink(missing_ok=True)  # the tool refuses to write over one
@@ -201,24 +173,57 @@ class Analyzer:
             raise ServeError(f"perf_analyzer did not end within {self.timeout_s:g} s at {load}") from error
         (self.folder / f"{name}.log").write_text(done.stdout + done.stderr)
         if done.returncode != 0 or not export.is_file():
-            said = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-            raise ServeError(f"perf_analyzer failed ({done.returncode}) at {load}: {' '.join(said[-3:]) or 'no word'}")
-        return read_export(export, opening=load.opening, asked=requests)
+            raise ServeError(f"perf_analyzer failed ({done.returncode}) at {load}: {_why(done.stdout, done.stderr)}")
+        return read_export(export, opening=load.opening, asked=requests, data=self.data)
 
 
-def read_export(path: Path, *, opening: int = 0, asked: int = 0) -> Latencies:
+def _why(stdout: str, stderr: str) -> str:
+    """The tool's own line of what went wrong, which stands before or behind its help; without one, its last words."""
+    said = [line.strip() for line in (stdout + "\n" + stderr).splitlines() if line.strip()]
+    errors = [line for line in said if line.lower().startswith("error:")]
+    return errors[-1] if errors else " ".join(said[-3:]) or "no word"
+
+
+def read_export(path: Path, *, opening: int = 0, asked: int = 0, data: Path | None = None) -> RunLatencies:
     """Of the first experiment in a profile export. Raises ServeError for a file of another shape. `opening`: see
-    latencies. What it does not hold of the `asked` requests did not finish."""
+    latencies. What it does not hold of the `asked` requests did not finish. `data`: the inputs that were given, by
+    which a request's number is known."""
     try:
         document = plain_json(path.read_bytes())
         experiment = document["experiments"][0]
         requests = [_instants(request) for request in experiment["requests"]]
+        numbers = _numbers(experiment["requests"], data)
     except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise ServeError(f"{path}: not a profile export of perf_analyzer ({error!r})") from error
+        fault = f"it has no {error.args[0]}" if isinstance(error, KeyError) else "it is of another shape"
+        raise ServeError(f"{path}: not a profile export of perf_analyzer ({fault})") from error
     empty = sum(not at_s for _, at_s in requests)
     return latencies(
-        requests, opening=opening, unfinished={"no answer": empty, "not in the export": asked - len(requests)}
+        requests,
+        opening=opening,
+        unfinished={"no answer": empty, "not in the export": asked - len(requests)},
+        numbers=numbers,
     )
+
+
+def _numbers(requests: Sequence[Mapping[str, Any]], data: Path | None) -> list[int] | None:
+    """Of each request, in the inputs: by what it asked; of some that ask the same the first one sent is the first. None
+    where the export doesn't tell."""
+    if data is None or not all(isinstance(request.get("request_inputs"), dict) for request in requests):
+        return None
+    left: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    for number, row in enumerate(plain_json(data.read_bytes())["data"]):
+        left[_asked({name: values[0] for name, values in row.items()})].append(number)
+    found = [0] * len(requests)
+    for at in sorted(range(len(requests)), key=lambda at: int(requests[at]["timestamp"])):
+        numbers = left.get(_asked(requests[at]["request_inputs"]))
+        if not numbers:
+            return None
+        found[at] = numbers.pop(0)
+    return found
+
+
+def _asked(inputs: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(str(inputs.get(name)) for name in ("text_input", "kv_tokens", "max_tokens"))
 
 
 def _instants(request: Mapping[str, Any]) -> tuple[float, list[float]]:
@@ -231,23 +236,31 @@ def _instants(request: Mapping[str, Any]) -> tuple[float, list[float]]:
 
 
 def latencies(
-    requests: Sequence[tuple[float, Sequence[float]]], *, opening: int = 0, unfinished: Mapping[str, int] | None = None
-) -> Latencies:
+    requests: Sequence[tuple[float, Sequence[float]]],
+    *,
+    opening: int = 0,
+    unfinished: Mapping[str, int] | None = None,
+    numbers: Sequence[int] | None = None,
+) -> RunLatencies:
     """From (sent, arrivals) of each request that was sent, by the same rule for both instruments. The `opening` that
-    were sent first are left out, and those without arrivals: they have not finished, as the `unfinished` say."""
-    later = sorted(requests, key=lambda request: request[0])[opening:]
-    answered = [(sent_s, list(at_s)) for sent_s, at_s in later if at_s]
-    ttft = [at_s[0] - sent_s for sent_s, at_s in answered]
-    gaps = [later - earlier for _, at_s in answered for earlier, later in pairwise(at_s)]
-    ttft_p50, ttft_p99 = _quantiles(ttft)
-    itl_p50, itl_p99 = _quantiles(gaps)
-    return Latencies(
+    were sent first are left out, and those without arrivals: they have not finished, as the `unfinished` say.
+    `numbers`: of the requests in the workload, None: in the order in which they were sent."""
+    order = sorted(range(len(requests)), key=lambda at: requests[at][0])
+    of = {at: place if numbers is None else numbers[at] for place, at in enumerate(order)}
+    answered = {of[at]: requests[at] for at in order[opening:] if requests[at][1]}
+    ttft = {number: at_s[0] - sent_s for number, (sent_s, at_s) in answered.items()}
+    gaps = {number: tuple(b - a for a, b in pairwise(at_s)) for number, (_, at_s) in answered.items()}
+    ttft_p50, ttft_p99 = _quantiles(list(ttft.values()))
+    itl_p50, itl_p99 = _quantiles([gap for found in gaps.values() for gap in found])
+    return RunLatencies(
         requests=len(answered),
         ttft_p50_s=ttft_p50,
         ttft_p99_s=ttft_p99,
         itl_p50_s=itl_p50,
         itl_p99_s=itl_p99,
         unfinished={why: count for why, count in (unfinished or {}).items() if count > 0},
+        ttft_s=ttft,
+        gaps_s=gaps,
     )
 
 
@@ -256,34 +269,3 @@ def _quantiles(values: Sequence[float]) -> tuple[float | None, float | None]:
         return None, None
     p50, p99 = np.percentile(values, (50, 99))
     return float(p50), float(p99)
-
-
-def agreement(load: Load, theirs: Sequence[Latencies], ours: Sequence[Latencies]) -> Agreement:
-    """Of all runs at one load."""
-    mine, other = _median(ours), _median(theirs)
-    return Agreement(
-        load=str(load),
-        theirs=other,
-        ours=mine,
-        ttft_ratio=_ratio(mine.ttft_p50_s, other.ttft_p50_s),
-        itl_ratio=_ratio(mine.itl_p50_s, other.itl_p50_s),
-    )
-
-
-def _median(runs: Sequence[Latencies]) -> Latencies:
-    def middle(name: str) -> float | None:
-        values = [value for run in runs if (value := getattr(run, name)) is not None]
-        return float(np.median(values)) if values else None
-
-    return Latencies(
-        requests=sum(run.requests for run in runs),
-        ttft_p50_s=middle("ttft_p50_s"),
-        ttft_p99_s=middle("ttft_p99_s"),
-        itl_p50_s=middle("itl_p50_s"),
-        itl_p99_s=middle("itl_p99_s"),
-        unfinished=dict(sum((Counter(run.unfinished) for run in runs), Counter())),
-    )
-
-
-def _ratio(mine: float | None, other: float | None) -> float | None:
-    return mine / other if mine is not None and other else None

@@ -19,6 +19,10 @@ FOREIGN_BATCHES = (1, 4, 2)
 FOREIGN_CONTEXTS = 2
 """Of decode on an engine that only prefills: it decodes where nothing else can."""
 
+FIRST_OWN, FIRST_OTHER = 6, 4
+"""So many cells of each kind of work come first: of decode two batches of each context among them, of prefill three
+lengths, as a fit needs."""
+
 
 class Grid:
     """The cells for one engine. `stepwise`: it tells its steps apart, so work of both kinds in one step can be
@@ -34,12 +38,13 @@ class Grid:
         self._running = min(config.profile.max_batch, config.profile.max_step_tokens)
 
     def cells(self) -> list[Cell]:
-        """Each once, those of the role's own work first."""
-        own, other = list(self._prefills()), list(self._decodes())
+        """Each once: first the few of both kinds that a fit needs, then those of the role's own work."""
+        own, other = self._fitting(self._prefills()), self._fitting(self._decodes())
         if self._role == "decode":
             own, other = other, own
-        mixed = self._mixed() if self._stepwise and self._role != "prefill" else ()
-        return [cell for cell in dict.fromkeys([*own, *other, *mixed]) if self._fits(cell)]
+        mixed = self._fitting(self._mixed() if self._stepwise and self._role != "prefill" else ())
+        first = [*own[:FIRST_OWN], *other[:FIRST_OTHER]]
+        return list(dict.fromkeys([*first, *own, *other, *mixed]))
 
     def _prefills(self) -> Iterator[Cell]:
         lengths = self._sizes(LENGTHS)
@@ -85,6 +90,9 @@ class Grid:
         step."""
         unit = self._block if self._profile.prefix_cache else self._profile.chunk_tokens
         return tokens // unit * unit or unit
+
+    def _fitting(self, cells: Iterable[Cell]) -> list[Cell]:
+        return [cell for cell in cells if self._fits(cell)]
 
     def _fits(self, cell: Cell) -> bool:
         needs = needs_of(cell, self._block)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from trtpd.build.cost_profile import CostProfile, EngineCosts, Residuals, StepFit, TransferCosts
 from trtpd.perf.profile_points import cell_of
-from trtpd.perf.step_fit import predicted_s, transfer_s
+from trtpd.perf.step_fit import POINTS_LEAST, SIZES_LEAST, points_of_each_kind, predicted_s, transfer_s
 
 MS, US = 1e3, 1e6
 
@@ -62,20 +62,28 @@ def lines(profile: CostProfile) -> list[str]:
     found = []
     for role, costs in profile.engines.items():
         together = any(point.beside for point in costs.points)
-        found.append(f"{role}: {_step_words(costs.fit, together=together)}")
+        words = _too_few(costs) if costs.fit is None else _step_words(costs.fit, together=together)
+        found.append(f"{role}: {words}")
     for path, transfer in profile.transfers.items():
         fit = transfer.fit
-        words = "no rate: there are too few sizes, or larger ones took no longer"
-        if fit is not None:
+        if fit is None:
+            sizes = len({point.bytes for point in transfer.points})
+            words = "no rate: larger hand-offs took no longer"
+            if sizes < SIZES_LEAST:
+                words = f"no rate: {sizes} size was measured, and it needs {SIZES_LEAST}"
+        else:
             words = f"{fit.fixed_s * MS:.2f} ms + {fit.bytes_per_s / 1e9:.2f} GB/s; {_residual_words(fit.residuals)}"
         found.append(f"{path}: {words}")
     return found + [f"{name}: not measured, {why}" for name, why in profile.unavailable.items()]
 
 
-def _step_words(fit: StepFit | None, *, together: bool) -> str:
+def _too_few(costs: EngineCosts) -> str:
+    there = " and ".join(f"{count} of {kind}" for kind, count in points_of_each_kind(costs.points).items())
+    return f"no fit: {there} measured, and it needs {POINTS_LEAST} of each"
+
+
+def _step_words(fit: StepFit, *, together: bool) -> str:
     """`together`: work of both kinds in one step was measured."""
-    if fit is None:
-        return "too few points for a fit"
     saved = f"both in one step save {fit.fixed_s * MS:.1f} ms; " if together else ""
     return (
         f"prefill step {(fit.fixed_s + fit.prefill_step_s) * MS:.1f} ms + {fit.prefill_token_s * US:.0f} us a token + "

@@ -9,10 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, cast
 
-import msgspec
-
 from trtpd.build.cost_profile import EngineCosts, StepPoint, TransferCosts, TransferPoint
-from trtpd.build.manifest import EngineConfig, Manifest, RoleName, check_loadable, read_engine_config, settings_as
+from trtpd.build.hand_off import HandOff, first_cores
+from trtpd.build.manifest import EngineConfig, Manifest, RoleName, check_loadable, read_engine_config
 from trtpd.kv_transfer.factory import TRANSPORTS
 from trtpd.kv_transfer.hands import copying_environment
 from trtpd.perf.measured import Cell, Measured, Side
@@ -151,17 +150,6 @@ def _left(cells: Sequence[Cell], points: Sequence[StepPoint] | Sequence[Transfer
     return [cell for cell in cells if cell not in done]
 
 
-class _Transfer(msgspec.Struct, frozen=True):
-    """What a manifest's settings say of it."""
-
-    digests: bool = True
-    digest_every: int = 1
-
-
-class _Settings(msgspec.Struct, frozen=True):
-    transfer: _Transfer = _Transfer()
-
-
 def engine_stages(build: Path, manifest: Manifest) -> list[EngineStage]:
     """One for each role that has an instance. Raises EngineError for an engine that can't be loaded here."""
     stages = []
@@ -175,7 +163,7 @@ def engine_stages(build: Path, manifest: Manifest) -> list[EngineStage]:
                 role=cast(RoleName, name),
                 directory=build / entry.directory,
                 config=config,
-                cores=tuple(entry.cores.get(entry.instances[0]) or config.profile.cores),
+                cores=first_cores(build, entry),
                 hosts=hosts_of(manifest.settings, name),
                 points=[],
                 cells=Grid(config, stepwise=config.engine != "tensorrt_llm").cells(),
@@ -184,13 +172,12 @@ def engine_stages(build: Path, manifest: Manifest) -> list[EngineStage]:
     return stages
 
 
-def transfer_stages(engines: Sequence[EngineStage], manifest: Manifest) -> list[TransferStage]:
+def transfer_stages(build: Path, engines: Sequence[EngineStage], manifest: Manifest) -> list[TransferStage]:
     """One for each path; none for a build without prefill and decode, or whose engines move their KV themselves."""
-    ends = {stage.role: stage for stage in engines}
-    if "prefill" not in ends or "decode" not in ends or ends["prefill"].config.engine == "tensorrt_llm":
+    ends, made = {stage.role: stage for stage in engines}, HandOff.of(build, manifest)
+    if made is None or ends["prefill"].config.engine == "tensorrt_llm":
         return []
     source, sink = ends["prefill"], ends["decode"]
-    section = settings_as(manifest.settings, _Settings).transfer
     pools = [stage.config.profile.kv_blocks * stage.config.layout.tokens_per_block for stage in (source, sink)]
     tokens = min(TRANSFER_TOKENS, source.config.max_seq_tokens, *pools)
     return [
@@ -199,9 +186,9 @@ def transfer_stages(engines: Sequence[EngineStage], manifest: Manifest) -> list[
                 layout=replace(source.config.layout, tp=1),
                 tokens=tokens,
                 path=path,
-                digest_every=section.digest_every if section.digests else 0,
-                source_cores=source.cores,
-                sink_cores=sink.cores,
+                digest_every=made.digest_every,
+                source_cores=made.source_cores,
+                sink_cores=made.sink_cores,
             ),
             points=[],
             cells=transfer_cells(tokens),

@@ -16,6 +16,7 @@ import msgspec
 from trtpd import __version__
 from trtpd.build.cost_profile import FORMAT, CostProfile, Where, read_profile, write_profile
 from trtpd.build.gpu_probe import find_gpus
+from trtpd.build.hand_off import HandOff, other_cores
 from trtpd.build.machine import cpu_name
 from trtpd.build.manifest import read_manifest
 from trtpd.errors import EngineError, InputError
@@ -62,7 +63,7 @@ class Profiler:
         self._manifest = read_manifest(options.build)
         self._environment = _where()
         self._engines = engine_stages(options.build, self._manifest)
-        self._transfers = transfer_stages(self._engines, self._manifest)
+        self._transfers = transfer_stages(options.build, self._engines, self._manifest)
         self._unavailable: dict[str, str] = {}
         self._too_long: set[tuple[str, Cell]] = set()
         self.notes: list[str] = []
@@ -71,7 +72,7 @@ class Profiler:
             load = self._environment.load_average
             self.notes.append(f"load average {load:g}: what else runs here will be in the figures")
         if options.out.exists() and not options.force:
-            self._go_on_with(read_profile(options.out))
+            self._go_on_with(_former(options.out))
         wanted = {*options.roles, *(f"transfer {path}" for path in options.paths)}
         self._all: list[Stage] = [*self._engines, *self._transfers]
         self._stages = [stage for stage in self._all if not wanted or stage.name in wanted]
@@ -90,6 +91,21 @@ class Profiler:
         finally:
             sweep()
         return self._keep()
+
+    @property
+    def plan(self) -> str:
+        """What is about to be measured, and how long it takes as far as that is known, in one line."""
+        counts = ", ".join(f"{stage.name} {len(self._left(stage))}" for stage in self._stages if self._left(stage))
+        done, left = self.cells
+        if not left:
+            return f"all {done} points are measured already; begin anew with --force"
+        known_s = [stage.expected_s(cell) for stage in self._stages for cell in self._left(stage)]
+        most = f"at most about {self._options.budget_s:g} s (--budget-s)"
+        about = "how long a point takes shows with the first ones"
+        if all(known_s):
+            about = f"about {(RUNS + 1) * sum(known_s):.0f} s of running by what was measured before, and loading"
+        before = f"; {done} are measured already" if done else ""
+        return f"{left} points to measure ({counts}){before}; {about}, {most}"
 
     @property
     def cells(self) -> tuple[int, int]:
@@ -185,7 +201,7 @@ class Profiler:
         if costs.fingerprint != stage.config.fingerprint:
             self.notes.append(f"{stage.role} has other settings than when it was measured: measured anew")
         elif costs.cores != list(stage.cores):
-            self.notes.append(f"{stage.role} {_other_cores(costs.cores, stage.cores)}: measured anew")
+            self.notes.append(f"{stage.role} {other_cores(costs.cores, stage.cores)}: measured anew")
         else:
             stage.points = list(costs.points)
 
@@ -193,26 +209,28 @@ class Profiler:
         costs, setup = former.transfers.get(stage.setup.path), stage.setup
         if costs is None:
             return
-        if costs.digest_every != setup.digest_every:
-            then, now = (_digests_in_words(every) for every in (costs.digest_every, setup.digest_every))
-            self.notes.append(f"{stage.name} was measured with {then}, this build has {now}: measured anew")
-        elif costs.source_cores != list(setup.source_cores):
-            self.notes.append(f"{stage.name} {_other_cores(costs.source_cores, setup.source_cores)}: measured anew")
-        elif costs.sink_cores != list(setup.sink_cores):
-            self.notes.append(f"{stage.name} {_other_cores(costs.sink_cores, setup.sink_cores)}: measured anew")
+        made = HandOff(
+            path=setup.path,
+            digest_every=setup.digest_every,
+            source_cores=setup.source_cores,
+            sink_cores=setup.sink_cores,
+        )
+        if difference := made.difference(costs):
+            self.notes.append(f"{stage.name} {difference}: measured anew")
         else:
             stage.points = list(costs.points)
 
 
-def _other_cores(then: Sequence[int] | None, now: Sequence[int]) -> str:
-    words = ["all CPUs" if not cores else f"CPUs {','.join(map(str, cores))}" for cores in (then, now)]
-    return f"was measured on {words[0]}, in this build it is on {words[1]}"
-
-
-def _digests_in_words(every: int | None) -> str:
-    if every is None:
-        return "digests or without, which was not kept"
-    return "no digests" if every == 0 else f"digests over one block in {every}"
+def _former(path: Path) -> CostProfile:
+    """What is at the place where the profile goes. Raises InputError, saying how not to go on with it."""
+    try:
+        return read_profile(path)
+    except InputError as error:
+        fault = str(error).partition("; make it with")[0]
+        raise InputError(
+            f"{fault}: it is there already and can't be gone on with; name another file with -o, or write over it with "
+            "--force"
+        ) from error
 
 
 def _where() -> Where:

@@ -26,6 +26,9 @@ TERMS = (
 POINTS_LEAST = 3
 """Of a kind of work, before its terms are fitted."""
 
+SIZES_LEAST = 2
+"""Of hand-offs, before a rate is fitted."""
+
 _BETTER = 1e-9
 
 
@@ -42,10 +45,15 @@ def work_of(point: StepPoint) -> tuple[float, ...]:
     )
 
 
+def points_of_each_kind(points: Sequence[StepPoint]) -> dict[str, int]:
+    """Of prefill and of decode: a fit needs POINTS_LEAST of each."""
+    kinds = [point.kind for point in points]
+    return {kind: kinds.count(kind) for kind in ("prefill", "decode")}
+
+
 def fit_steps(points: Sequence[StepPoint]) -> StepFit | None:
     """None while there are too few points of prefill or of decode to tell."""
-    kinds = [point.kind for point in points]
-    if min(kinds.count("prefill"), kinds.count("decode")) < POINTS_LEAST:
+    if min(points_of_each_kind(points).values()) < POINTS_LEAST:
         return None
     work = np.array([work_of(point) for point in points])
     seconds = np.array([point.seconds for point in points])
@@ -54,8 +62,8 @@ def fit_steps(points: Sequence[StepPoint]) -> StepFit | None:
 
 
 def fit_transfer(points: Sequence[TransferPoint]) -> TransferFit | None:
-    """None for fewer than two sizes, or where larger ones take no longer."""
-    if len({point.bytes for point in points}) < 2:
+    """None for fewer than SIZES_LEAST sizes, or where larger ones take no longer."""
+    if len({point.bytes for point in points}) < SIZES_LEAST:
         return None
     work = np.array([(1.0, float(point.bytes)) for point in points])
     seconds = np.array([point.seconds for point in points])

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -71,22 +72,30 @@ class TraceOptions:
             raise InputError(f"the trace offset is {self.offset}; it must be 0 or more")
 
 
+def trace_path(source: str) -> Path:
+    """Of a name of SLICES, or of a file. Raises InputError if there is none."""
+    path = DATA / SLICES[source] if source in SLICES else expanded(source)
+    if not path.is_file():
+        fault = "is a folder, not a file" if path.is_dir() else "no such file"
+        raise InputError(f"trace {source!r}: {fault}, and none of {', '.join(SLICES)}")
+    return path
+
+
 def read_trace(source: str, options: TraceOptions, *, limit: int) -> tuple[list[Ask], tuple[str, ...]]:
-    """Up to `limit` requests in order of time, the first at 0 s, and notes on what is missing. `source` is a name of
-    SLICES or a path.
+    """Up to `limit` requests in order of time, the first at 0 s, and notes on what is missing or in another order than
+    in the file. `source` is a name of SLICES or a path.
 
     Rows without a prompt or without an answer are left out, as nothing can be asked for. Raises InputError naming
     line and column.
     """
-    path = DATA / SLICES[source] if source in SLICES else expanded(source)
-    if source not in SLICES and not path.is_file():
-        raise InputError(f"trace {source!r}: no such file, and none of {', '.join(SLICES)}")
+    path = trace_path(source)
     rows = _rows(path)
     columns = _by_header(rows, path) if options.columns is None else parse_columns(options.columns)
     if options.columns is not None and columns.hashes and not any(columns.hashes in row for _, row in rows):
         raise InputError(f"{path}: has no column {columns.hashes!r}, which --columns names for hashes")
     read = [_Row.of(row, columns, f"{path}: line {line}") for line, row in rows]
-    usable = sorted((row for row in read if row.prompt_tokens > 0 and row.output_tokens > 0), key=lambda row: row.at_s)
+    in_file = [row for row in read if row.prompt_tokens > 0 and row.output_tokens > 0]
+    usable = sorted(in_file, key=lambda row: row.at_s)
     kept = usable[options.offset : options.offset + limit]
     if not kept:
         raise InputError(f"{path}: has no request left from row {options.offset} on ({len(usable)} usable rows)")
@@ -95,6 +104,9 @@ def read_trace(source: str, options: TraceOptions, *, limit: int) -> tuple[list[
         notes.append(
             f"{len(read) - len(usable)} of the trace's {len(read)} rows left out: no prompt or no answer in them"
         )
+    if usable != in_file:
+        early = sum(later.at_s < earlier.at_s for earlier, later in pairwise(in_file))
+        notes.append(f"the trace's rows put in order of time ({early} of them came before the row above)")
     if len(kept) < limit:
         notes.append(f"{limit} requests were wanted, the trace has {len(kept)} from row {options.offset} on")
     kind = source if source in SLICES else path.name.split(".")[0]
@@ -111,12 +123,18 @@ def read_trace(source: str, options: TraceOptions, *, limit: int) -> tuple[list[
 
 
 def parse_columns(text: str) -> Columns:
-    """Raises InputError for an unknown key or one that is missing."""
-    given = dict(item.partition("=")[::2] for item in text.split(","))
+    """Raises InputError for an unknown key, one that is missing or there twice, or one that names nothing."""
+    items = [item.partition("=")[::2] for item in text.split(",")]
+    given = dict(items)
     unknown = given.keys() - {"time", "prompt", "output", "hashes", "unit", "block"}
     missing = {"time", "prompt", "output"} - given.keys()
     if unknown or missing:
         fault = f"{min(unknown)!r} is not known" if unknown else f"{min(missing)!r} is missing"
+        raise InputError(f"columns {text!r}: {fault}; write time=T,prompt=P,output=O[,hashes=H][,unit=ms][,block=512]")
+    twice = [key for key in given if sum(other == key for other, _ in items) > 1]
+    empty = [key for key, value in items if not value]
+    if twice or empty:
+        fault = f"{twice[0]} is there twice" if twice else f"{empty[0]} names nothing"
         raise InputError(f"columns {text!r}: {fault}; write time=T,prompt=P,output=O[,hashes=H][,unit=ms][,block=512]")
     unit, block = given.get("unit", "s"), given.get("block", str(MOONCAKE_BLOCK_TOKENS))
     if unit not in UNITS:
@@ -181,6 +199,9 @@ def _by_header(rows: _Rows, path: Path) -> Columns:
     raise InputError(f"{path}: has columns {', '.join(first)}; say with --columns which are time, prompt and output")
 
 
+_Cell = TypeVar("_Cell")
+
+
 class _Row(msgspec.Struct, frozen=True):
     at_s: float
     prompt_tokens: int
@@ -189,18 +210,22 @@ class _Row(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, row: Mapping[str, Any], columns: Columns, where: str) -> _Row:
-        try:
-            hashes = row.get(columns.hashes) if columns.hashes else None
-            return cls(
-                at_s=_seconds(row[columns.time], columns.unit),
-                prompt_tokens=_tokens(row[columns.prompt]),
-                output_tokens=_tokens(row[columns.output]),
-                hashes=_ids(hashes),
-            )
-        except KeyError as error:
-            raise InputError(f"{where}: has no column {error.args[0]!r}") from error
-        except (TypeError, ValueError, OverflowError) as error:
-            raise InputError(f"{where}: {error}; is another column meant? say so with --columns") from error
+        def cell(column: str, read: Callable[[Any], _Cell]) -> _Cell:
+            if column not in row:
+                raise InputError(f"{where}: has no column {column!r}")
+            try:
+                return read(row[column])
+            except ValueError as error:
+                raise InputError(
+                    f"{where}, column {column!r}: {error}; is another column meant? say so with --columns"
+                ) from error
+
+        return cls(
+            at_s=cell(columns.time, lambda value: _seconds(value, columns.unit)),
+            prompt_tokens=cell(columns.prompt, _tokens),
+            output_tokens=cell(columns.output, _tokens),
+            hashes=cell(columns.hashes, _ids) if columns.hashes and columns.hashes in row else (),
+        )
 
     def segments(self, number: int, block_tokens: int) -> tuple[Segment, ...]:
         """Blocks with an id get their text from it; what has none is this request's own."""
@@ -233,20 +258,38 @@ def _ids(cell: object) -> tuple[int, ...]:
     return found
 
 
-def _tokens(value: Any) -> int:
-    tokens = int(value)
-    if tokens > MOST_TOKENS:
-        raise ValueError(f"{str(value)[:20]} tokens are more than {MOST_TOKENS:,}")
-    return tokens
+def _tokens(value: object) -> int:
+    """Of a whole number or its text; 12.0 is one. Raises ValueError, also for one below 0."""
+    shown = _shown(value)
+    try:
+        number = None if isinstance(value, bool) else float(str(value))
+    except ValueError:
+        number = None
+    if number is None or not number.is_integer():
+        raise ValueError(f"{shown} is not a whole number of tokens")
+    if not 0 <= number <= MOST_TOKENS:
+        raise ValueError(f"{shown} tokens; there must be 0 to {MOST_TOKENS:,}")
+    return int(number)
 
 
 def _seconds(value: object, unit: str) -> float:
+    """Of a number of `unit`, or of a date and time. Raises ValueError."""
     text = str(value)
     try:
         seconds = float(text) * UNITS[unit]
     except ValueError:
-        when = datetime.fromisoformat(text)
-        return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
+        try:
+            when = datetime.fromisoformat(text)
+        except ValueError as error:
+            raise ValueError(f"{_shown(value)} is neither a number nor a date and time") from error
+        seconds = (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
     if not math.isfinite(seconds):
-        raise ValueError(f"the time is {text}")
+        raise ValueError(f"{_shown(value)} is no instant")
     return seconds
+
+
+def _shown(value: object) -> str:
+    """As the file has it, for a message."""
+    if value is None:
+        return "null"
+    return repr(value[:40]) if isinstance(value, str) else str(value)[:40]

@@ -16,7 +16,8 @@ import grpc.aio
 import numpy as np
 from tritonclient.grpc import service_pb2
 
-from trtpd.errors import NoInstanceError, RequestError, SaturatedError, ServeError
+from trtpd.errors import InputError, NoInstanceError, RequestError, SaturatedError, ServeError
+from trtpd.perf.model_names import model_names
 from trtpd.perf.records import ServerTimes
 from trtpd.perf.transport import Arrived, Ending, Question
 from trtpd.perf.workload import MOST_TOKENS
@@ -26,6 +27,9 @@ from trtpd.runtime.serve.timeline import TimelineReport, from_json
 METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
 READY = "/inference.GRPCInferenceService/ModelReady"
 OPEN_TIMEOUT_S = 10.0
+"""To reach the server over all connections."""
+
+MOST_CHANNELS = 1000
 REFUSALS = frozenset({SaturatedError.code, NoInstanceError.code, RequestError.code, "draining"})
 """Reasons of the server's that mean: not taken. Every other one is a failure of what was taken."""
 
@@ -38,6 +42,10 @@ class TritonTransport:
     for decoding behind synthetic KV of the prompt's length."""
 
     def __init__(self, url: str, *, model: str = "pd", channels: int = 1) -> None:
+        if not 1 <= channels <= MOST_CHANNELS:
+            raise InputError(f"{channels} gRPC connections; there must be 1 to {MOST_CHANNELS} (--channels)")
+        if not model:
+            raise InputError("the name of the model is empty; name one with --model, such as pd, prefill_0 or decode_0")
         self._url = server_address(url)
         self._model = model
         options = [
@@ -51,6 +59,7 @@ class TritonTransport:
         self._next = 0
 
     async def open(self) -> None:
+        """See Transport; of a model that isn't served the message says which are."""
         self._open = [grpc.aio.insecure_channel(url, options=options) for url, options in self._channels]
         self._calls = [
             channel.stream_stream(
@@ -61,22 +70,25 @@ class TritonTransport:
             for channel in self._open
         ]
         try:
-            for channel in self._open:
-                await asyncio.wait_for(channel.channel_ready(), OPEN_TIMEOUT_S)
+            async with asyncio.timeout(OPEN_TIMEOUT_S):
+                for channel in self._open:
+                    await _connected(channel)
             ready = self._open[0].unary_unary(
                 READY,
                 request_serializer=service_pb2.ModelReadyRequest.SerializeToString,
                 response_deserializer=service_pb2.ModelReadyResponse.FromString,
             )
             serves = (await ready(service_pb2.ModelReadyRequest(name=self._model), timeout=OPEN_TIMEOUT_S)).ready
-        except (TimeoutError, grpc.aio.AioRpcError) as error:
+        except (TimeoutError, ConnectionError, grpc.aio.AioRpcError) as error:
             await self.close()
             raise ServeError(
                 f"no server at {self._url}; start one with `trtpd serve BUILD`, or give its gRPC address with --url"
             ) from error
         if not serves:
             await self.close()
-            raise ServeError(f"the server at {self._url} does not serve {self._model}")
+            names = await asyncio.to_thread(model_names, self._url)
+            has = f"; it has {', '.join(names)}" if names else ""
+            raise ServeError(f"the server at {self._url} does not serve {self._model}{has} (--model)")
 
     async def close(self) -> None:
         for channel in self._open:
@@ -138,6 +150,14 @@ class TritonTransport:
         finally:
             call.cancel()
         return _ending(last, tokens)
+
+
+async def _connected(channel: grpc.aio.Channel) -> None:
+    """Raises ConnectionError once no address of the host could be reached: gRPC itself would try on."""
+    while (state := channel.get_state(try_to_connect=True)) is not grpc.ChannelConnectivity.READY:
+        if state in (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN):
+            raise ConnectionError("refused")
+        await channel.wait_for_state_change(state)
 
 
 def ending_of_error(message: str) -> Ending:

@@ -149,11 +149,13 @@ def load(path: Path) -> Workload:
     """Raises InputError for a file that is no workload, is cut short, or whose prompts this version would write
     otherwise."""
     lines = numbered_lines(path)
+    if not lines:
+        raise InputError(f"{path}: not a saved workload (it is empty); make one with `trtpd bench --save`")
     try:
         header = msgspec.json.decode(lines[0][1], type=Header)
-    except (IndexError, msgspec.MsgspecError) as error:
+    except msgspec.MsgspecError as error:
         raise InputError(
-            f"{path}: not a saved workload ({error or 'empty'}); make one with `trtpd bench --save`"
+            f"{path}: not a saved workload (line {lines[0][0]}: {error}); make one with `trtpd bench --save`"
         ) from error
     if header.trtpd_workload != FORMAT:
         raise InputError(f"{path}: workload format {header.trtpd_workload}, this trtpd reads {FORMAT}; make it again")

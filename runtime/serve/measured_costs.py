@@ -7,23 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-import msgspec
-
-from trtpd.build.cost_profile import CostProfile, StepFit, TransferFit
+from trtpd.build.cost_profile import CostProfile, StepFit
 from trtpd.build.found_profile import FoundProfile, find_profile
-from trtpd.build.manifest import Manifest, RoleName, settings_as
+from trtpd.build.manifest import Manifest, RoleName
 from trtpd.runtime.core.cost import LinearStepTime
-
-AUTO_PATH = "shm"
-"""How KV moves within a host unless the pipeline file says otherwise."""
-
-
-class _Transfer(msgspec.Struct, frozen=True):
-    path: str = "auto"
-
-
-class _Settings(msgspec.Struct, frozen=True):
-    transfer: _Transfer = _Transfer()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,24 +26,24 @@ class MeasuredCosts:
     @classmethod
     def of_build(cls, build: Path, manifest: Manifest) -> Self:
         """What the build's router predicts by. Raises InputError: see find_profile."""
-        return cls.of(find_profile(build, manifest), manifest)
+        return cls.of(find_profile(build, manifest))
 
     @classmethod
-    def of(cls, found: FoundProfile, manifest: Manifest) -> Self:
+    def of(cls, found: FoundProfile) -> Self:
         profile = found.profile
         if profile is None:
             return cls(status={"path": None, "roles": {}, "remarks": list(found.remarks)})
-        path = settings_as(manifest.settings, _Settings).transfer.path
-        near = transfer_of(profile, AUTO_PATH if path == "auto" else path)
+        near = None if found.hand_off is None else found.hand_off.bytes_per_s
         times = step_times(profile)
         return cls(
             step_times={role: times[role] for role in found.roles},
             fingerprint=profile.pair_fingerprint,
-            near_bytes_per_s=None if near is None else near.bytes_per_s,
+            near_bytes_per_s=near,
             status={
                 "path": str(found.path),
                 "made_at": profile.environment.made_at,
                 "roles": {role: _residuals(profile, role) for role in found.roles},
+                "hand_off_bytes_per_s": near,
                 "remarks": list(found.remarks),
             },
         )
@@ -73,12 +60,6 @@ def step_times(profile: CostProfile) -> dict[RoleName, LinearStepTime]:
 
 def step_time(fit: StepFit, *, chunk_tokens: int) -> LinearStepTime:
     return LinearStepTime(**fit.model_dump(exclude={"residuals"}), chunk_tokens=chunk_tokens)
-
-
-def transfer_of(profile: CostProfile, path: str) -> TransferFit | None:
-    """What a hand-off over that path costs, if it was measured."""
-    costs = profile.transfers.get(path)
-    return None if costs is None else costs.fit
 
 
 def _residuals(profile: CostProfile, role: RoleName) -> dict[str, float]:

@@ -258,7 +258,9 @@ def _profile_line(profile: Mapping[str, Any]) -> str:
     if not profile.get("path"):
         return "profile: none, step times are learned while serving"
     errors = ", ".join(f"{role} {found['p50']:.0%} / {found['p95']:.0%}" for role, found in profile["roles"].items())
-    return f"profile: {profile['path']} of {profile['made_at']}, error p50 / p95: {errors}"
+    moved = profile.get("hand_off_bytes_per_s")
+    rate = "learned while serving" if moved is None else f"{moved / 1e9:.2f} GB/s"
+    return f"profile: {profile['path']} of {profile['made_at']}, error p50 / p95: {errors}; hand-offs: {rate}"
 
 
 def doctor(args: argparse.Namespace) -> int:

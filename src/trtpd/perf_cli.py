@@ -86,7 +86,9 @@ def add_bench(sub: argparse.ArgumentParser) -> None:
     server.add_argument("--openai", metavar="URL", help="an OpenAI server instead, http://HOST:PORT")
     server.add_argument("--model", metavar="NAME", help="default: pd; prefill_0 or decode_0 measure one stage")
     server.add_argument("--extra-body", metavar="JSON", help="merged into each OpenAI request; null takes a field out")
-    server.add_argument("--channels", type=argument_types.count, metavar="N", help="gRPC connections (default: 1)")
+    server.add_argument(
+        "--channels", type=argument_types.count, metavar="N", help="gRPC connections, to 1000 (default: 1)"
+    )
     server.add_argument(
         "--timeout-s",
         type=argument_types.some_seconds,
@@ -277,7 +279,8 @@ def _target(args: argparse.Namespace) -> Target:
             raise InputError("--extra-body must be a JSON object")
     if args.openai:
         return Target(url=args.openai, openai=True, model=args.model or "", extra=extra)
-    return Target(url=args.url or URL, model=args.model or "pd", channels=args.channels or 1)
+    model = "pd" if args.model is None else args.model
+    return Target(url=args.url or URL, model=model, channels=args.channels or 1)
 
 
 def _deployment(args: argparse.Namespace) -> Deployment | None:
@@ -310,10 +313,8 @@ def add_perf_analyzer(sub: argparse.ArgumentParser) -> None:
         "--url", type=argument_types.server, default=URL, metavar="HOST:PORT", help="Triton's gRPC address"
     )
     server.add_argument("--model", default="pd", metavar="NAME", help="pd, prefill_N or decode_N")
-    server.add_argument(
-        "--concurrency", default="", metavar="N,...", help="closed loops (default: 1,4 without --rates)"
-    )
-    server.add_argument("--rates", default="", metavar="R,...", help="Poisson arrivals, requests a second")
+    server.add_argument("--concurrency", metavar="N,...", help="closed loops (default: 1,4 without --rates)")
+    server.add_argument("--rates", metavar="R,...", help="Poisson arrivals, requests a second")
     server.add_argument(
         "--repeats", type=argument_types.count, default=2, metavar="N", help="of each load, by each instrument in turn"
     )
@@ -338,7 +339,8 @@ def add_perf_analyzer(sub: argparse.ArgumentParser) -> None:
 
 def perf_analyzer(args: argparse.Namespace) -> int:
     from trtpd.build.files import check_writable
-    from trtpd.perf.analyze import AnalyzeOptions, analyze, table
+    from trtpd.perf.analyze import AnalyzeOptions, analyze
+    from trtpd.perf.analyze_report import table
     from trtpd.perf.perf_analyzer import Load
     from trtpd.perf.workload_options import analyzer_wanted
 
@@ -374,13 +376,16 @@ def perf_analyzer(args: argparse.Namespace) -> int:
 Number = TypeVar("Number", int, float)
 
 
-def numbers(text: str, kind: type[Number], option: str) -> list[Number]:
-    """A comma separated list, each above 0; rates within what arrivals can have. Raises InputError."""
+def numbers(text: str | None, kind: type[Number], option: str) -> list[Number]:
+    """A comma separated list, each above 0; rates within what arrivals can have. None of an option that wasn't given.
+    Raises InputError."""
     from trtpd.perf.arrivals import RATES
+    from trtpd.perf.option_lists import parts
 
     least, most = RATES if kind is float else (1, 1e9)
+    listed = parts(text, option)
     try:
-        found = [kind(part) for part in text.split(",") if part.strip()]
+        found = [kind(part) for part in listed]
     except ValueError as error:
         raise InputError(f"{option} is {text!r}; give numbers with commas between") from error
     wrong = next((number for number in found if not least <= number <= most), None)
@@ -393,9 +398,7 @@ def add_compare(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("build", type=Path, metavar="BUILD", help="a build with prefill and decode pools and their cores")
     add_workload_arguments(sub, own_load=True)
     runs = sub.add_argument_group("runs")
-    runs.add_argument(
-        "--rates", default="", metavar="R,...", help="requests a second (default: each arm's best is sought)"
-    )
+    runs.add_argument("--rates", metavar="R,...", help="requests a second (default: each arm's best is sought)")
     runs.add_argument(
         "--repeats", type=argument_types.count, default=2, metavar="N", help="of each arm at each rate, arms in turn"
     )

@@ -24,19 +24,20 @@ def add_profile(sub: argparse.ArgumentParser) -> None:
         help="default: profile.json in the build, where `trtpd serve` finds it; for a pipeline file what "
         "scheduler.profile names, else profile.json beside it",
     )
-    sub.add_argument("--roles", default="", metavar="NAME,...", help="only these engines (and --paths)")
-    sub.add_argument("--paths", default="", metavar="NAME,...", help="only these transfers: shm, nixl, tcp")
+    sub.add_argument("--roles", metavar="NAME,...", help="only these engines (and --paths)")
+    sub.add_argument("--paths", metavar="NAME,...", help="only these transfers: shm, nixl, tcp")
     sub.add_argument(
         "--budget-s",
         type=argument_types.some_seconds,
         default=600.0,
         metavar="S",
-        help="no cell begins that would end later; again goes on",
+        help="no point begins that would end later (default: 600); again goes on",
     )
     sub.add_argument("--force", action="store_true", help="begin anew, whatever is in the file")
 
 
 def profile(args: argparse.Namespace) -> int:
+    from trtpd.perf.option_lists import parts
     from trtpd.perf.profile_report import HEADINGS, lines, rows
     from trtpd.perf.profiler import ProfileOptions, Profiler
 
@@ -46,29 +47,32 @@ def profile(args: argparse.Namespace) -> int:
         options = ProfileOptions(
             build=build,
             out=out,
-            roles=_names(args.roles),
-            paths=_names(args.paths),
+            roles=parts(args.roles, "--roles"),
+            paths=parts(args.paths, "--paths"),
             budget_s=args.budget_s,
             force=args.force,
         )
         profiler = Profiler(options, progress)
-        for note in profiler.notes:
+        for note in (*profiler.notes, profiler.plan):
             console.say(note)
         try:
             found = profiler.run()
         except KeyboardInterrupt:
             done, left = profiler.cells
-            console.say(f"{out}: {done} cells are measured, {left} are left; the same command goes on")
+            console.say(f"{out}: {done} points are measured, {left} are left; the same command goes on")
             raise
         done, left = profiler.cells
     if args.json:
         about = {"path": str(out), "cells": done, "cells_left": left}
         console.result(found.model_dump(mode="json") | about, as_json=True)
         return 0
-    console.table(HEADINGS, rows(found))
-    print("\n".join(["", *lines(found)]))
+    if points := rows(found):
+        console.table(HEADINGS, points)
+        print("\n".join(["", *lines(found)]))
+    elif left:
+        console.say(f"{args.budget_s:g} s were too short for a single point: an engine must be loaded first")
     if left:
-        console.say(f"{left} cells are left; the same command goes on")
+        console.say(f"{left} points are left; the same command goes on (longer with --budget-s S)")
     print(out)
     return 0
 
@@ -102,7 +106,3 @@ def _place(given: Path) -> Path:
         return given / PROFILE
     named = load_spec(given).scheduler.profile
     return given.parent / PROFILE if named in (None, NO_PROFILE) else Path(str(named))
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())

@@ -15,7 +15,9 @@ from trtpd_testing.fake_servers import fake_triton, fixed
 
 from trtpd.errors import InputError, ServeError
 from trtpd.perf import analyze as room
-from trtpd.perf.analyze import AnalyzeOptions, AnalyzeResult, analyze, table
+from trtpd.perf.analyze import AnalyzeOptions, analyze
+from trtpd.perf.analyze_report import AnalyzeResult, table
+from trtpd.perf.bench import drive
 from trtpd.perf.client_health import BottleneckError
 from trtpd.perf.make_workload import Wanted, make
 from trtpd.perf.perf_analyzer import Load
@@ -106,9 +108,27 @@ def test_figures_lie_in_the_folder_as_json_csv_and_a_page(tool, tmp_path):
         ("concurrency 2", "perf_analyzer", "10"),
         ("concurrency 2", "trtpd", "10"),
     ]
+    assert [row["ttft_ratio_low"] == "" for row in rows] == [True, False]
+    assert [row["agree"] for row in rows] == ["", "not shown"]
+    assert result.remarks[-1].startswith(
+        "concurrency 2: whether both agree within 10% is not shown with 10 requests in one run of each"
+    )
+    assert table(result).rows[0][11] == "not shown with 10 requests"
     page = (tmp_path / "out" / "report.html").read_text()
     assert "concurrency 2" in page
+    assert "not shown with 10 requests" in page
     assert "http" not in page
+
+
+def test_a_ratio_that_is_not_shown_is_said_with_its_bounds(tool, tmp_path):
+    with fake_triton(lambda number, now_s: [0.02 + 0.002 * (number % 7), 0.03, 0.04]) as server:
+        result = analyze(replace(options(server.address, tmp_path / "out"), repeats=2), progress=silent)
+    (one,) = result.loads
+    assert (one.turns, one.pairs) == (2, 20)
+    ratios = summary(tmp_path / "out")["loads"][0]
+    assert ratios["ttft_ratio"]["low"] <= ratios["ttft_ratio"]["value"] <= ratios["ttft_ratio"]["high"]
+    assert one.agree == ratios["agree"]
+    assert table(result).rows[0][3].startswith(f"{one.ttft_ratio.value:.3f} (")
 
 
 def test_our_failures_are_shown_and_nothing_is_said_to_agree(tool, tmp_path):
@@ -116,7 +136,7 @@ def test_our_failures_are_shown_and_nothing_is_said_to_agree(tool, tmp_path):
         result = analyze(options(server.address, tmp_path / "out"), progress=silent)
     (one,) = result.loads
     assert one.ours.unfinished == {"failed:transfer_failed": 1, "failed:server_error": 1}
-    assert not one.agrees
+    assert one.agree == "not compared"
     assert "2 of our requests did not finish" in result.remarks[0]
     assert table(result).rows[0][-2:] == ("0", "2")
     assert summary(tmp_path / "out")["remarks"] == list(result.remarks)
@@ -152,7 +172,6 @@ def test_an_interrupted_run_is_left_out_and_said(tool, tmp_path, monkeypatch):
         info = msgspec.structs.replace(run.info, interrupted=workload.concurrency == 2)
         return replace(run, info=info, records=run.records[:3] if info.interrupted else run.records), cpu_s
 
-    drive = room.drive
     monkeypatch.setattr(room, "drive", cut_short)
     loads = (Load(concurrency=3), Load(concurrency=2), Load(concurrency=1))
     with fake_triton(fixed(0.005, 0.002, 3)) as server:
@@ -172,6 +191,19 @@ def test_what_an_earlier_run_left_is_not_taken_for_this_ones(tool, tmp_path):
     ):
         analyze(options(server.address, tmp_path / "out", Load(concurrency=3)), progress=silent)
     assert [one["load"] for one in summary(tmp_path / "out")["loads"]] == ["concurrency 3"]
+
+
+def test_the_server_and_the_model_are_looked_at_before_the_tool_is_got(tmp_path, monkeypatch):
+    monkeypatch.setattr(room, "find_tool", lambda progress: pytest.fail("it would be downloaded"))
+    with fake_triton(fixed(0.005, 0.002, 3)) as server:
+        asked = options(server.address, tmp_path / "out")
+        with pytest.raises(InputError, match="no model 'absent'; --model takes decode_0, pd"):
+            analyze(replace(asked, model="absent"), progress=silent)
+        with pytest.raises(InputError, match="name of the model is empty"):
+            analyze(replace(asked, model=""), progress=silent)
+    with pytest.raises(ServeError, match="no server at"):
+        analyze(asked, progress=silent)
+    assert not (tmp_path / "out").exists()
 
 
 def test_loads_that_cannot_be_are_refused_before_anything_is_asked(tool, tmp_path):

@@ -97,6 +97,7 @@ def test_a_workload_can_be_saved_without_a_server(tmp_path, capsys):
         (["--workload", "chat", "--rate", "1", "--scale-lengths", "big"], "give a number or auto"),
         (["--workload", "chat", "--rate", "1", "--openai", "x", "--extra-body", "{"], "no JSON"),
         (["--workload", "chat", "--rate", "1", "--channels", "0"], "'0' is not a whole number above 0"),
+        (["--workload", "chat", "--rate", "1", "--channels", "1000000"], "1000000 gRPC connections"),
         (["--workload", "chat", "--rate", "1", "--cores", "0"], "'0' is not a whole number above 0"),
         (["--workload", "chat", "--rate", "1", "--timeout-s", "nan"], "'nan' is not a number of seconds"),
         (["--workload", "chat", "--rate", "1", "--openai", "http://x:99999"], "write http://HOST:PORT"),

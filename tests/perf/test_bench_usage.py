@@ -12,11 +12,11 @@ from trtpd.cli import main
 from trtpd.errors import InputError
 from trtpd.perf import bench as room
 from trtpd.perf.bench_folder import check_ours
-from trtpd.perf.bench_models import check_model
 from trtpd.perf.bench_plan import clamped, duration, how_long, latest_end_s
 from trtpd.perf.bench_report import lines
 from trtpd.perf.client_health import LATE_FLOOR_S
 from trtpd.perf.make_workload import Wanted, make
+from trtpd.perf.model_names import check_model
 
 
 @pytest.fixture
@@ -148,14 +148,14 @@ def test_a_model_that_the_server_has_not_is_bad_input_and_those_it_has_are_named
     with fake_triton(fixed(0.01, 0.005, 6)) as server:
         assert main(["bench", "--url", server.address, "--workload", "chat", "--rate", "1", "--model", "absent"]) == 2
         check_model(server.address, "decode_0")
-    assert "no model 'absent'; --model takes decode_0, pd, prefill_0" in capsys.readouterr().err
+    assert "no model 'absent'; --model takes decode_0, pd" in capsys.readouterr().err
     check_model(server.address, "absent")  # who connects will say that nobody is there
 
 
 def test_a_server_that_keeps_its_index_to_itself_is_asked_for_its_instances(monkeypatch):
-    monkeypatch.setattr("trtpd.perf.bench_models.status", lambda url, **_: {"instances": {"prefill_0": {}, "d": {}}})
+    monkeypatch.setattr("trtpd.perf.model_names.status", lambda url, **_: {"instances": {"prefill_0": {}, "d": {}}})
     with fake_triton(fixed(0.01, 0.005, 6), index=False) as server:
         with pytest.raises(InputError, match="--model takes pd, d, prefill_0"):
             check_model(server.address, "absent")
-        monkeypatch.setattr("trtpd.perf.bench_models.status", lambda url, **_: {"instances": {"absent": {}}})
+        monkeypatch.setattr("trtpd.perf.model_names.status", lambda url, **_: {"instances": {"absent": {}}})
         check_model(server.address, "absent")  # there, and not ready now

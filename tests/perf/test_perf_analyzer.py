@@ -10,9 +10,7 @@ from trtpd.perf.lengths import LengthFit
 from trtpd.perf.make_workload import Wanted, make
 from trtpd.perf.perf_analyzer import (
     Analyzer,
-    Latencies,
     Load,
-    agreement,
     at_load,
     check_extra,
     dealt,
@@ -31,7 +29,9 @@ args = sys.argv[1:]
 if "--version" in args:
     sys.exit(0)
 if args[args.index("-m") + 1] == "broken":
-    sys.exit("error: no such model")
+    sys.exit("error: no such model\\n --model-kind: a kind\\n and is used to identify\\n the RPC.")
+if args[args.index("-m") + 1] == "help":
+    sys.exit("Usage: perf_analyzer\\n kind and is used to identify\\n the RPC.\\nError: Failed to parse -m.\\n")
 count = int(args[args.index("--request-count") + 1])
 requests = [
     {"timestamp": n * 10**9, "response_timestamps": [n * 10**9 + ms * 10**6 for ms in (50, 60, 80, 81)],
@@ -66,8 +66,10 @@ def test_an_exports_times_are_read_and_the_empty_last_response_is_no_token(analy
 
 
 def test_a_tool_that_fails_is_quoted(analyzer):
-    with pytest.raises(ServeError, match="no such model"):
-        analyzer("broken").run(LOAD, 7, "one")
+    for model, words in (("broken", "error: no such model"), ("help", "Error: Failed to parse -m.")):
+        with pytest.raises(ServeError) as found:
+            analyzer(model).run(LOAD, 7, "one")
+        assert str(found.value) == f"perf_analyzer failed (1) at concurrency 2: {words}"
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"experiments": []}', '{"experiments": [{"requests": [{}]}]}'])
@@ -90,16 +92,6 @@ def test_each_model_gets_the_tensors_it_takes(model, names):
     rows = json.loads(input_data(workload, model))["data"]
     assert len(rows) == 3
     assert all(row.keys() == names for row in rows)
-
-
-def test_agreement_is_within_a_tenth_of_both_medians():
-    theirs = latencies([(0.0, [0.1, 0.2, 0.3])] * 3)
-    near = latencies([(0.0, [0.105, 0.2, 0.3])] * 3)
-    far = latencies([(0.0, [0.12, 0.22, 0.32])] * 3)
-    assert agreement(LOAD, [theirs, theirs], [near]).agrees
-    assert not agreement(LOAD, [theirs], [far]).agrees
-    nothing = Latencies(requests=0, ttft_p50_s=None, ttft_p99_s=None, itl_p50_s=None, itl_p99_s=None)
-    assert not agreement(LOAD, [theirs], [nothing]).agrees
 
 
 def test_what_comes_all_at_once_when_a_closed_loop_begins_is_left_out():
@@ -155,14 +147,6 @@ def test_a_workload_is_the_same_load_for_both_whatever_instants_and_sessions_it_
             assert found == dealt(found)
 
 
-def test_figures_where_requests_did_not_finish_are_not_said_to_agree():
-    whole = latencies([(0.0, [0.1, 0.2, 0.3])] * 3)
-    part = latencies([(0.0, [0.1, 0.2, 0.3])] * 3, unfinished={"failed:client_timeout": 2})
-    assert agreement(LOAD, [whole], [whole]).agrees
-    assert not agreement(LOAD, [whole], [part]).agrees
-    assert agreement(LOAD, [whole], [part, part]).ours.unfinished == {"failed:client_timeout": 4}
-
-
 def test_a_request_that_failed_counts_among_those_that_came_first():
     requests = [(0.0, []), (0.001, [0.5]), (1.0, [1.1]), (2.0, [2.1])]
     assert latencies(requests, opening=2).requests == 2
@@ -177,6 +161,24 @@ def test_requests_that_an_export_holds_no_answer_of_are_counted(analyzer, tmp_pa
     assert (found.requests, found.unfinished) == (2, {"no answer": 1, "not in the export": 2})
 
 
+def test_a_requests_number_is_known_by_what_it_asked_in_whatever_order_the_export_has_it(tmp_path):
+    asked = [(5, 2), (9, 3), (5, 2), (7, 4)]
+    rows = [{"kv_tokens": [kv], "max_tokens": [most]} for kv, most in asked]
+    (tmp_path / "in.json").write_text(json.dumps({"data": rows}))
+    requests = [
+        {
+            "timestamp": sent_s * 10**9,
+            "request_inputs": {"max_tokens": asked[number][1], "kv_tokens": asked[number][0]},
+            "response_timestamps": [sent_s * 10**9 + (number + 1) * 10**8],
+        }
+        for number, sent_s in ((3, 2), (2, 9), (0, 1), (1, 4))
+    ]
+    (tmp_path / "x.json").write_text(json.dumps({"experiments": [{"requests": requests}]}))
+    found = read_export(tmp_path / "x.json", opening=1, asked=4, data=tmp_path / "in.json")
+    assert found.ttft_s == {1: pytest.approx(0.2), 2: pytest.approx(0.3), 3: pytest.approx(0.4)}
+    assert read_export(tmp_path / "x.json", asked=4).ttft_s.keys() == {0, 1, 2, 3}
+
+
 @pytest.mark.parametrize("extra", ["--request-count", "--concurrency-range=3", "-p", "--request-intervals"])
 def test_an_argument_that_gives_perf_analyzer_another_load_is_refused(extra):
     with pytest.raises(InputError, match="both ask the same"):
@@ -185,7 +187,12 @@ def test_an_argument_that_gives_perf_analyzer_another_load_is_refused(extra):
 
 
 @pytest.mark.parametrize(
-    ("load", "fault"), [(Load(concurrency=5), "more --requests than 5"), (Load(rate=1e8), "above 0")]
+    ("load", "fault"),
+    [
+        (Load(concurrency=5), "more --requests than 5"),
+        (Load(rate=1e8), "above 0"),
+        (Load(concurrency=1_000_000), "at most 4096 users"),
+    ],
 )
 def test_a_load_that_leaves_nothing_to_measure_is_refused(load, fault):
     with pytest.raises(InputError, match=fault):

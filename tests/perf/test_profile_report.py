@@ -22,16 +22,19 @@ def test_every_point_stands_beside_its_fit_and_every_fit_with_its_errors() -> No
     assert "both in one step" not in said
 
 
-def test_what_has_too_few_points_has_no_fit() -> None:
+def test_what_has_too_few_points_has_no_fit_and_says_how_many_it_has_and_needs() -> None:
     data = profile_data()
     data["engines"]["decode"]["fit"] = None
     profile = CostProfile.model_validate(data)
     assert rows(profile)[1].fitted == "-"
-    assert "decode: too few points for a fit" in lines(profile)
+    assert "decode: no fit: 0 of prefill and 1 of decode measured, and it needs 3 of each" in lines(profile)
 
 
 def test_a_path_without_a_rate_says_so() -> None:
     data = profile_data()
     data["transfers"]["shm"]["fit"] = None
     said = lines(CostProfile.model_validate(data))
-    assert "shm: no rate: there are too few sizes, or larger ones took no longer" in said
+    assert "shm: no rate: 1 size was measured, and it needs 2" in said
+    (point,) = data["transfers"]["shm"]["points"]
+    data["transfers"]["shm"]["points"] = [point, point | {"bytes": 8192}]
+    assert "shm: no rate: larger hand-offs took no longer" in lines(CostProfile.model_validate(data))

@@ -96,6 +96,41 @@ def test_without_time_nothing_is_measured_and_the_file_says_so(build: Path, tmp_
     assert read_profile(tmp_path / "p.json") == profile
 
 
+def test_it_says_at_the_start_how_many_points_and_how_long(build: Path, profiled: CostProfile, tmp_path: Path) -> None:
+    both = ("prefill", "decode")
+    first = Profiler(ProfileOptions(build=build, out=tmp_path / "p.json", roles=both, budget_s=7.0), silent)
+    _, left = first.cells
+    assert f"{left} points to measure (prefill" in first.plan
+    assert "at most about 7 s" in first.plan
+    data = profiled.model_dump()
+    data["engines"]["decode"]["points"] = data["engines"]["decode"]["points"][:10]
+    (tmp_path / "p.json").write_text(json.dumps(data))
+    further = Profiler(ProfileOptions(build=build, out=tmp_path / "p.json", roles=both), silent)
+    assert f"(decode {further.cells[1]}); {further.cells[0]} are measured already; about" in further.plan
+    done = Profiler(ProfileOptions(build=build, out=build / "profile.json", roles=both), silent)
+    assert done.plan.startswith(f"all {left} points are measured already")
+
+
+@pytest.mark.parametrize("content", ["", "no", "[]", "{}", '{"format": 9}', '{"format": 1}'])
+def test_a_file_that_is_no_profile_is_not_said_to_be_made_by_the_command_just_run(
+    build: Path, tmp_path: Path, content: str
+) -> None:
+    (tmp_path / "p.json").write_text(content)
+    with pytest.raises(InputError) as found:
+        Profiler(ProfileOptions(build=build, out=tmp_path / "p.json"), silent)
+    assert "trtpd profile" not in str(found.value)
+    assert "-o, or write over it with --force" in str(found.value)
+    assert (tmp_path / "p.json").read_text() == content
+
+
+def test_a_run_too_short_for_a_point_shows_no_empty_table(build: Path, tmp_path: Path) -> None:
+    run = trtpd("profile", build, "-o", tmp_path / "p.json", "--budget-s", "0.000001")
+    assert run.returncode == 0
+    assert run.stdout.splitlines() == [str(tmp_path / "p.json")]
+    assert "too short for a single point" in run.stderr
+    assert "points are left" in run.stderr
+
+
 def _gone_on_with(build: Path, profiled: CostProfile, tmp_path: Path, **changed: Any) -> Profiler:
     """A former profile of the shm path in which this was different."""
     data = profiled.model_dump()

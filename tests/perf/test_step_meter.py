@@ -14,9 +14,9 @@ from trtpd_testing.emulated_build import engine_config
 from trtpd.build.manifest import EngineConfig, RoleName
 from trtpd.errors import CapacityError, EngineError
 from trtpd.perf.measured import Cell
-from trtpd.perf.profile_grid import Grid
+from trtpd.perf.profile_grid import FIRST_OWN, Grid
 from trtpd.perf.profile_points import cell_of, step_point
-from trtpd.perf.step_fit import fit_steps
+from trtpd.perf.step_fit import POINTS_LEAST, fit_steps
 from trtpd.perf.step_meter import StepMeter
 from trtpd.runtime.core.events import Capabilities
 from trtpd.runtime.engine import emulated
@@ -121,6 +121,15 @@ def test_a_grid_begins_with_the_roles_own_work_and_asks_nothing_twice() -> None:
         assert cells[0].kind == kind
         assert len(set(cells)) == len(cells)
         assert any(cell.beside for cell in cells) is (role != "prefill")
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode", "mixed"])
+def test_a_run_that_is_cut_short_soon_has_a_fit(metered: Metered, role: RoleName) -> None:
+    meter, _ = metered(config := config_of(role))
+    points = [step_point(cell, [meter(cell)]) for cell in Grid(config).cells()[: FIRST_OWN + POINTS_LEAST]]
+    fit = fit_steps(points)
+    assert fit is not None
+    assert fit.residuals.worst < 0.02
 
 
 @pytest.mark.parametrize(("kv_blocks", "max_seq_tokens"), [(8, 256), (64, 24), (4, 20)])

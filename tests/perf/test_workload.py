@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from trtpd.errors import InputError
 from trtpd.perf.arrivals import parse
 from trtpd.perf.lengths import LengthFit
-from trtpd.perf.make_workload import KINDS, Wanted, make
+from trtpd.perf.make_workload import KINDS, Wanted, check_wanted, make
 from trtpd.perf.prompt_text import Renderer, Segment, segment_text
 from trtpd.perf.traces import TraceOptions
 from trtpd.perf.workload import Ask, Workload, load, save
@@ -176,7 +176,8 @@ def test_a_saved_workload_that_is_not_whole_or_not_ours_is_refused(tmp_path):
     save(made, path)
     lines = path.read_bytes().splitlines(keepends=True)
     for content, fault in [
-        (b"", "not a saved workload"),
+        (b"", "it is empty"),
+        (b"\n" + lines[0][:40] + b"\n", "line 2"),
         (b"{}\n", "not a saved workload"),
         (b"".join(lines[:-1]), "4 requests of 5"),
         (b"".join([*lines[:-1], b"[1]\n"]), "line 6"),
@@ -279,7 +280,7 @@ HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
         (f"{HEADER}\n0,5,5\n\n1,5,5,9\n", "line 4 has 4 fields and the header 3"),
         (f"{HEADER}\n0,5\n", "line 2 has 2 fields and the header 3"),
         ("a,b\n1,2,3\n", "line 2 has 3 fields and the header 2"),
-        (f"{HEADER}\n0,5,x\n", "line 2: .*'x'"),
+        (f"{HEADER}\n0,5,x\n", "line 2, column 'GeneratedTokens': 'x'"),
     ],
 )
 def test_a_csv_row_of_another_width_or_kind_is_named_by_its_line(content, fault, tmp_path):
@@ -315,7 +316,7 @@ def test_ids_of_shared_blocks_in_json_are_a_list_or_such_text(tmp_path):
     [("4;6", "csv"), ("-1", "csv"), ("1.5", "csv"), ("46", "jsonl"), ("[1.5]", "jsonl"), ("[true]", "jsonl")],
 )
 def test_ids_that_are_none_are_named_with_their_line(cell, suffix, tmp_path):
-    with pytest.raises(InputError, match=r"line \d: hashes are"):
+    with pytest.raises(InputError, match=r"line \d, column '\w+': hashes are"):
         blocks(cell, tmp_path, suffix)
 
 
@@ -328,7 +329,72 @@ def test_rows_of_a_trace_that_are_not_asked_are_counted_and_said(tmp_path):
         "2 of the trace's 4 rows left out: no prompt or no answer in them",
         "9 requests were wanted, the trace has 2 from row 0 on",
     )
-    assert make(Wanted(name="trace:mooncake", requests=9)).notes == ("the trace's own instants, times 1",)
+    assert make(Wanted(name="trace:mooncake", requests=40)).notes == ("the trace's own instants, times 1",)
+
+
+def test_rows_of_one_instant_take_poisson_arrivals_at_a_wanted_rate_and_say_so():
+    made = make(Wanted(name="trace:mooncake", requests=8, rate=1.5))
+    assert len({ask.at_s for ask in made.asks}) == 8
+    assert [ask.at_s for ask in made.asks] == [
+        ask.at_s for ask in make(Wanted(name="trace:mooncake", requests=8, rate=1.5, arrivals=parse("poisson"))).asks
+    ]
+    assert "1.5 requests/s, poisson (the trace has all these 8 rows at one instant" in made.notes[-1]
+    own = make(Wanted(name="trace:mooncake", requests=8))
+    assert {ask.at_s for ask in own.asks} == {0.0}
+    assert "all these 8 rows at one instant" in own.notes[-1]
+    assert "at one instant" in make(Wanted(name="trace:azure-code", requests=1, rate=2.0)).notes[-1]
+    assert "times" in make(Wanted(name="trace:azure-code", requests=2, rate=2.0)).notes[-1]
+
+
+def test_rows_put_in_order_of_time_are_said(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text(f"{HEADER}\n9,9,9\n0,5,5\n3,6,6\n1,7,7\n")
+    made = make(Wanted(name=f"trace:{path}", requests=4))
+    assert [ask.prompt_tokens for ask in made.asks] == [5, 7, 6, 9]
+    assert made.notes[0] == "the trace's rows put in order of time (2 of them came before the row above)"
+
+
+PYTHON = ("invalid literal", "NoneType", "int()", "isoformat", "out of range", "could not convert", "Error(")
+
+
+@pytest.mark.parametrize(
+    ("row", "fault"),
+    [
+        (b'{"timestamp": 0, "input_length": -3, "output_length": 5}', "'input_length': -3 tokens"),
+        (b'{"timestamp": 0, "input_length": null, "output_length": 5}', "'input_length': null is not a whole number"),
+        (b'{"timestamp": 0, "input_length": 3.7, "output_length": 5}', "'input_length': 3.7 is not"),
+        (b'{"timestamp": 0, "input_length": true, "output_length": 5}', "'input_length': True is not"),
+        (b'{"timestamp": 0, "input_length": [3], "output_length": 5}', "'input_length'"),
+        (b'{"timestamp": 0, "input_length": 3, "output_length": "many"}', "'output_length': 'many' is not"),
+        (b'{"timestamp": "noon", "input_length": 3, "output_length": 5}', "'timestamp': 'noon' is neither"),
+        (b'{"timestamp": null, "input_length": 3, "output_length": 5}', "'timestamp': null is neither"),
+        (b'{"timestamp": 0, "input_length": 3}', "no column 'output_length'"),
+        (b'{"timestamp": 0, "input_length": 3, "outp', "no JSON object"),
+    ],
+)
+def test_a_cell_of_a_trace_that_cannot_be_is_named_by_line_and_column_in_field_terms(row, fault, tmp_path):
+    path = tmp_path / "t.jsonl"
+    path.write_bytes(b'{"timestamp": 0, "input_length": 3, "output_length": 5}\n\n' + row + b"\n")
+    with pytest.raises(InputError) as found:
+        make(Wanted(name=f"trace:{path}"))
+    assert "line 3" in str(found.value)
+    assert fault in str(found.value)
+    assert not any(word in str(found.value) for word in PYTHON)
+
+
+@pytest.mark.parametrize(
+    ("columns", "fault"),
+    [("time=a", "'output' is missing"), ("", "not known"), ("time=a,prompt=b,output=c,time=d", "time is there twice"),
+     ("time=a,prompt=,output=c", "prompt names nothing"), (",", "not known"), ("a;b", "not known")],
+)  # fmt: skip
+def test_columns_that_cannot_be_are_refused_before_the_trace_is_read(columns, fault):
+    with pytest.raises(InputError, match=fault):
+        check_wanted(Wanted(name="trace:no-such-file.csv", trace=TraceOptions(columns=columns)))
+
+
+def test_a_folder_is_not_said_to_be_missing(tmp_path):
+    with pytest.raises(InputError, match="is a folder, not a file"):
+        make(Wanted(name=f"trace:{tmp_path}"))
 
 
 @pytest.mark.parametrize("name", ["w.json", "w.jsonl.zst", "trace:w.jsonl"])

@@ -60,7 +60,7 @@ def test_instances_of_another_build_are_not_predicted_by_it(costs: MeasuredCosts
 def test_status_says_which_profile_and_how_far_off_it_is(costs: MeasuredCosts, tmp_path: Path) -> None:
     line = _profile_line(costs.status)
     assert str(tmp_path / "build" / "profile.json") in line
-    assert "prefill 1% / 5%, decode 1% / 5%" in line
+    assert "prefill 1% / 5%, decode 1% / 5%; hand-offs: 2.00 GB/s" in line
     build = write_build(tmp_path / "bare", "mixed")
     assert "learned while serving" in _profile_line(MeasuredCosts.of_build(build, read_manifest(build)).status)
 
@@ -70,6 +70,32 @@ def test_the_path_of_transfers_is_the_one_the_build_uses(tmp_path: Path) -> None
         build = write_build(tmp_path / path, "prefill", "decode", path=path)
         (build / "profile.json").write_text(json.dumps(profile_data()))
         assert MeasuredCosts.of_build(build, read_manifest(build)).near_bytes_per_s == rate
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"digest_every": 0}, "no digests, this build has digests over one block in 1"),
+        ({"digest_every": None}, "digests or without, which was not kept"),
+        ({"source_cores": [3, 4]}, "CPUs 3,4, in this build it is on all CPUs"),
+        ({"sink_cores": [7]}, "CPUs 7"),
+    ],
+)
+def test_a_transfer_that_was_measured_otherwise_is_not_used_and_that_is_said(
+    tmp_path: Path, changed: dict[str, object], said: str
+) -> None:
+    build = write_build(tmp_path / "build", "prefill", "decode")
+    data = profile_data()
+    data["transfers"]["shm"] |= changed
+    (build / "profile.json").write_text(json.dumps(data))
+    costs = MeasuredCosts.of_build(build, read_manifest(build))
+    assert costs.near_bytes_per_s is None
+    assert costs.step_times.keys() == {"prefill", "decode"}
+    (remark,) = [one for one in costs.status["remarks"] if "transfer over shm" in one]
+    assert said in remark
+    assert "learned while it serves" in remark
+    assert "trtpd profile" in remark
+    assert "hand-offs: learned while serving" in _profile_line(costs.status)
 
 
 def test_a_simulator_takes_the_same_profile(costs: MeasuredCosts) -> None:

@@ -143,10 +143,11 @@ class _Triton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[mi
     async def RepositoryIndex(self, request: Any, context: Any) -> Any:
         if not self._index:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "This protocol is restricted")
-        response = service_pb2.RepositoryIndexResponse()
-        for name in ("pd", "prefill_0", "decode_0", "decode_0"):  # once for each version
-            response.models.add(name=name)
-        return response
+        listed = service_pb2.RepositoryIndexResponse()
+        for name in ("pd", "decode_0", "decode_0"):  # once for each version
+            listed.models.add(name=name, state="READY")
+        listed.models.add(name="former", state="UNAVAILABLE")
+        return listed
 
     async def ModelStreamInfer(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         loop = asyncio.get_running_loop()

@@ -64,6 +64,9 @@ def profile_data() -> dict[str, Any]:
         "engines": {"prefill": engine("prefill"), "decode": engine("decode")},
         "transfers": {
             "shm": {
+                "digest_every": 1,
+                "source_cores": [],
+                "sink_cores": [],
                 "points": [{"tokens": 64, "bytes": 4096, "seconds": 0.001, "spread": 0.0, "runs": 3}],
                 "fit": {"fixed_s": 0.001, "bytes_per_s": 2e9, "residuals": RESIDUALS},
             }
