@@ -29,6 +29,7 @@ from trtpd.perf.compare_budget import Budget, OutOfBudgetError, Step
 from trtpd.perf.compare_folder import Folder
 from trtpd.perf.compare_points import Points
 from trtpd.perf.compare_runs import DisturbedError, Driven, Runs
+from trtpd.perf.compare_search import Search
 from trtpd.perf.compare_stretch import stretch, told
 from trtpd.perf.comparison import PointFile
 from trtpd.perf.goodput import DEFINITIONS, account
@@ -298,7 +299,7 @@ def test_a_run_that_other_work_disturbed_is_made_again_before_anything_follows_f
     """Here that is the first run of each kind, arm and rate."""
     made: set[tuple[object, ...]] = set()
     calm = [True]
-    measure, interfere = Points.measure, Comparer._interfere
+    measure, interfere = Points.measure, Search._interfere
 
     def noted(run):
         calm.append(run in made)
@@ -313,7 +314,7 @@ def test_a_run_that_other_work_disturbed_is_made_again_before_anything_follows_f
         interfere(comparer, variant, target_of)
 
     monkeypatch.setattr(Points, "measure", measured)
-    monkeypatch.setattr(Comparer, "_interfere", interfered)
+    monkeypatch.setattr(Search, "_interfere", interfered)
     monkeypatch.setattr(Runs, "fault", lambda *_: "" if calm[-1] else "other work took a core meanwhile")
     write_manifest(tmp_path, POOLS)
     whole = Comparer(options(tmp_path), lambda *_: None).run()
