@@ -53,7 +53,8 @@ class CompareOptions:
     estimated capacity; else all arms are measured at these. A point lasts `point_s`, longer where that would be too few
     requests, a tuning run half of that; no step begins that would not end within `budget_s`. `outside`: another
     server's command. `like`: the folder of a comparison of the same build on this machine, whose targets and tuned
-    variants are taken. `definition`: of goodput, one of DEFINITIONS."""
+    variants are taken. `definition`: of goodput, one of DEFINITIONS. `send_targets`: with each request of a measured or
+    tuning run, so that each arm's router can plan and refuse by them."""
 
     build: Path
     wanted: Wanted
@@ -66,6 +67,7 @@ class CompareOptions:
     outside: str = ""
     like: Path | None = None
     definition: str = "trtpd"
+    send_targets: bool = False
 
 
 class Comparer:
@@ -103,6 +105,7 @@ class Comparer:
             point_s=options.point_s,
             chunks=options.chunks,
             definition=options.definition,
+            targets_sent=options.send_targets,
         )
         self._plan = self._folder.remembered("plan.json", Plan, lambda: plan)
         check_same(plan, self._plan, options.folder)
@@ -126,7 +129,13 @@ class Comparer:
             ) from error
         if self._like is not None:
             self._like.check(slo, self._folder)
-        self._points = Points(runs=self._runs, folder=self._folder, slo=slo, definition=self._plan.definition)
+        self._points = Points(
+            runs=self._runs,
+            folder=self._folder,
+            slo=slo,
+            definition=self._plan.definition,
+            targets_sent=self._plan.targets_sent,
+        )
         rates = tuple(sorted(set(self._options.rates))) or usual_rates(slo, self._runs.sample)
         tuner = Tuner(self._runs, self._folder, self._points, self._variants)
         repeats, given = self._options.repeats, bool(self._options.rates)

@@ -45,6 +45,7 @@ def plan_of(
     point_s: float,
     chunks: Sequence[int],
     definition: str,
+    targets_sent: bool = False,
 ) -> Plan:
     """`wanted`: as a run of the comparison has it, lengths bounded."""
     fit, trace = wanted.fit, wanted.trace
@@ -72,6 +73,7 @@ def plan_of(
         cores=cores_of(manifest),
         chunks=tuple(sorted(set(chunks))),
         definition=definition,
+        targets_sent=targets_sent,
         requests=requests,
         settings=_plain({name: one for name, one in manifest.settings.items() if name not in ("pools", "model")}),
         variants=_plain(made),

@@ -36,6 +36,7 @@ class Points:
     folder: Folder
     slo: LengthSlo
     definition: str = "trtpd"
+    targets_sent: bool = False
     _accounted: dict[Path, Point] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
@@ -69,7 +70,8 @@ class Points:
         workload = with_own_text(_at_exactly(rate, make(asked)), kind, rate, repeat)
         there = self.folder.run_file(kind, variant, rate, repeat) is not None
         name = name_of(kind, variant, rate, repeat) + ", again" * there
-        driven = self.runs.drive(target, workload, name, timeout_s=self.patience_s)
+        sent = self.slo if self.targets_sent else None
+        driven = self.runs.drive(target, workload, name, timeout_s=self.patience_s, targets=sent)
         run = driven.run
         file = PointFile(
             arm=variant.arm,

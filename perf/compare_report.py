@@ -227,6 +227,7 @@ def _setting(comparison: Comparison) -> list[tuple[str, str]]:
         ("build", comparison.plan.fingerprint),
         ("unloaded first token by prompt tokens", points),
         ("goodput counted by", comparison.plan.definition),
+        ("targets sent with the requests", "yes, to our arms" if comparison.plan.targets_sent else "no"),
         ("a point lasts, unless that is too few requests", f"{comparison.plan.point_s:g} s"),
         ("a client gives up after", f"{comparison.patience_s:.1f} s"),
         ("a run is left out if the client was late (p99) by more than", f"{comparison.late_limit_s * 1e3:.1f} ms"),

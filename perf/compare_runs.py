@@ -25,6 +25,7 @@ from trtpd.perf.outside_server import outside
 from trtpd.perf.priority import before_others
 from trtpd.perf.process_cpu import machine_busy_s
 from trtpd.perf.served import served
+from trtpd.perf.slo import FixedSlo, Slo
 from trtpd.perf.traces import read_trace
 from trtpd.perf.workload import Ask, Workload
 
@@ -152,10 +153,18 @@ class Runs:
 
             yield target
 
-    def drive(self, target: Target, workload: Workload, name: str, *, timeout_s: float = 120.0) -> Driven:
-        """Targets are not sent: no arm gets to choose its requests by them. Raises KeyboardInterrupt if the run was: it
-        is no point then."""
-        options = BenchOptions(target=target, wanted=self.wanted, send_targets=False, timeout_s=timeout_s)
+    def drive(
+        self, target: Target, workload: Workload, name: str, *, timeout_s: float = 120.0, targets: Slo | None = None
+    ) -> Driven:
+        """Without `targets` none are sent: no arm gets to choose its requests by them. Raises KeyboardInterrupt if the
+        run was: it is no point then."""
+        options = BenchOptions(
+            target=target,
+            wanted=self.wanted,
+            slo=targets or FixedSlo(),
+            send_targets=targets is not None,
+            timeout_s=timeout_s,
+        )
         busy_s = machine_busy_s()
         with before_others() as nice:
             run, cpu_s = drive(options, workload, self._named(name))

@@ -17,8 +17,9 @@ from trtpd.perf.slo import LengthSlo
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What makes two comparisons the same one. An outside arm may join later.
 
-    `requests`: all that shapes them but rate, number and the run's own seed · `settings`: the build's, without pools ·
-    `variants`: what each is made of. These are None in a plan of an older trtpd, which did not note them.
+    `targets_sent`: with the requests, to our own arms · `requests`: all that shapes them but rate, number and the run's
+    own seed · `settings`: the build's, without pools · `variants`: what each is made of. These three are None in a plan
+    of an older trtpd, which did not note them.
     """
 
     fingerprint: str
@@ -28,6 +29,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     cores: tuple[int, ...]
     chunks: tuple[int, ...]
     definition: str = "trtpd"
+    targets_sent: bool = False
     requests: dict[str, object] | None = None
     settings: dict[str, object] | None = None
     variants: dict[str, object] | None = None

@@ -417,6 +417,11 @@ def add_compare(sub: argparse.ArgumentParser) -> None:
         help="of goodput: our own, DistServe's (a rate counts if 90 %% meet both targets) or Mooncake's",
     )
     runs.add_argument(
+        "--send-targets",
+        action="store_true",
+        help="with each request, to our arms: their routers then plan and refuse by them",
+    )
+    runs.add_argument(
         "--like",
         type=Path,
         metavar="FOLDER",
@@ -464,6 +469,7 @@ def compare(args: argparse.Namespace) -> int:
         outside=args.outside,
         like=args.like,
         definition=args.definition,
+        send_targets=args.send_targets,
     )
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does: its servers go with it
     with console.progress() as progress:

@@ -581,6 +581,27 @@ def test_a_variant_whose_tuning_was_disturbed_twice_is_not_ranked_and_said_to_be
     assert any("not ranked in tuning" in line and "1 x 2 threads" in line for line in compare_report.remarks(found))
 
 
+@pytest.mark.parametrize("sent", [False, True])
+def test_requests_carry_their_targets_in_loaded_runs_where_that_is_asked_for(tmp_path, instant, monkeypatch, sent):
+    write_manifest(tmp_path, POOLS)
+    seen: dict[str, set[bool]] = {}
+    drive = Runs.drive
+
+    def driven(runs, target, workload, name, **more):
+        seen.setdefault(name.split()[-1], set()).add(more.get("targets") is not None)
+        return drive(runs, target, workload, name, **more)
+
+    monkeypatch.setattr(Runs, "drive", driven)
+    found = Comparer(options(tmp_path, rates=(20.0,), repeats=1, send_targets=sent), lambda *_: None).run()
+    assert found.plan.targets_sent is sent
+    assert seen.pop("targets") == {False}  # the unloaded run fixes them
+    assert seen.pop("written", {False}) == {False}
+    assert seen
+    assert all(one == {sent} for one in seen.values())
+    with pytest.raises(InputError, match="targets_sent"):
+        Comparer(options(tmp_path, rates=(20.0,), repeats=1, send_targets=not sent), lambda *_: None)
+
+
 @pytest.mark.parametrize("rates", [(), (20.0, 40.0)])
 def test_a_search_passes_over_what_cannot_be_used(tmp_path, instant, monkeypatch, rates):
     write_manifest(tmp_path, POOLS)
