@@ -126,6 +126,7 @@ class TritonTransport:
         self._next = (self._next + 1) % len(self._calls)
         call = self._calls[self._next]()
         last: dict[str, Any] = {}
+        error: Ending | None = None
         tokens = 0
         try:
             await call.write(request)
@@ -133,8 +134,9 @@ class TritonTransport:
             while (response := await call.read()) is not grpc.aio.EOF:
                 if response is None:  # grpc's word for bytes that are no such message
                     raise ValueError("a response is no ModelStreamInferResponse")
-                if response.error_message:
-                    return ending_of_error(response.error_message)
+                if response.error_message:  # read on: Triton may keep a request whose stream is cancelled here
+                    error = error or ending_of_error(response.error_message)
+                    continue
                 count = _tokens(response.infer_response)
                 if count:
                     arrived(count)
@@ -142,14 +144,14 @@ class TritonTransport:
                     if ids is not None:
                         ids += _ids(response.infer_response)
                 _keep(last, response.infer_response)
-        except grpc.aio.AioRpcError as error:
-            reason = f"grpc_{error.code().name.lower()}"
-            return Ending(state="failed", reason=reason, message=error.details() or "")
-        except ValueError as error:
-            return Ending(state="failed", reason="protocol", message=f"a response can't be read: {error}")
+        except grpc.aio.AioRpcError as fault:
+            reason = f"grpc_{fault.code().name.lower()}"
+            return error or Ending(state="failed", reason=reason, message=fault.details() or "")
+        except ValueError as fault:
+            return Ending(state="failed", reason="protocol", message=f"a response can't be read: {fault}")
         finally:
             call.cancel()
-        return _ending(last, tokens)
+        return error or _ending(last, tokens)
 
 
 async def _connected(channel: grpc.aio.Channel) -> None:

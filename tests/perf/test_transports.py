@@ -191,3 +191,9 @@ def test_an_error_without_a_code_is_a_failure_of_the_server():
     assert ending_of_error("boom").state == "failed"
     assert ending_of_error("code=no_instance none").state == "refused"
     assert json.dumps(ending_of_error("code=internal x\ny").message) == '"x\\ny"'
+
+
+def test_the_stream_of_an_error_is_read_to_its_end_and_not_cancelled():
+    with fake_triton(SCRIPT, errors={0: "code=saturated retry_after_s=1.0 full"}) as server:
+        assert one(TritonTransport(server.address)).state == "refused"
+        assert server.cancelled == 0

@@ -157,6 +157,11 @@ class _Triton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[mi
             sent = self._server.sent_s.setdefault(number, [])
             if number in self._errors:
                 yield service_pb2.ModelStreamInferResponse(error_message=self._errors[number])
+                try:
+                    await asyncio.sleep(0.05)  # as in Triton, the stream ends behind the error
+                except asyncio.CancelledError:
+                    self._server.cancelled += 1
+                    raise
                 continue
             began_s, instants = loop.time(), self._script(number, loop.time())
             self._server.came_s[number] = began_s
