@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 from trtpd.perf.client import Client
 from trtpd.perf.process_cpu import host_and_port
@@ -109,7 +110,7 @@ class WatchedTransport:
         self._away, self._looked_s = False, loop.time()
 
 
-def listener(address: str) -> Callable[[], Awaitable[bool]]:
+def listener(address: str) -> Callable[[], Coroutine[Any, Any, bool]]:
     """Looks whether anything listens at HOST:PORT or http://HOST:PORT. Raises InputError for what is neither."""
     host, port = host_and_port(address)
     return lambda: listens(host, port)

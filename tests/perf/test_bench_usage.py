@@ -48,7 +48,8 @@ def test_how_long_a_run_takes_is_said_before_it():
 def test_the_latest_end_of_users_and_sessions_is_that_of_the_longest_way():
     assert latest_end_s(make(Wanted(name="chat", requests=10, concurrency=4)), 2.0) == pytest.approx(6.0)
     agent = make(Wanted(name="agent", requests=8, rate=100.0))
-    depth, ends = [], []
+    depth: list[int] = []
+    ends: list[float] = []
     for ask in agent.asks:
         depth.append(1 if ask.after is None else depth[ask.after] + 1)
         ends.append((ask.at_s or 0.0) + 2.0 if ask.after is None else ends[ask.after] + ask.think_s + 2.0)
