@@ -22,7 +22,6 @@ from trtpd.perf.client_health import refuse_if_bottleneck
 from trtpd.perf.environment import this_environment
 from trtpd.perf.instruments_agree import RunLatencies, agreement
 from trtpd.perf.make_workload import Wanted, make
-from trtpd.perf.model_names import check_model
 from trtpd.perf.perf_analyzer import (
     Analyzer,
     Load,
@@ -72,7 +71,6 @@ def analyze(options: AnalyzeOptions, *, progress: Progress) -> AnalyzeResult:
     workload = _requests(options, None)
     for load in options.loads:
         load.check(len(workload.asks))
-    check_model(options.url, options.model)
     asyncio.run(_check_served(target))  # before the tool is downloaded
     tool = find_tool(progress)
     workload = _requests(options, status(options.url) if options.model == "pd" else None)
@@ -90,7 +88,7 @@ def analyze(options: AnalyzeOptions, *, progress: Progress) -> AnalyzeResult:
 
 
 async def _check_served(target: Target) -> None:
-    """Raises ServeError naming the models there are if it is not one of them, or if there is no server."""
+    """Raises InputError naming the models there are if it is not one of them, ServeError if there is no server."""
     transport = target.transport()
     try:
         await transport.open()

@@ -26,7 +26,6 @@ from trtpd.perf.client_health import BottleneckError, refuse_if_bottleneck
 from trtpd.perf.environment import Environment, this_environment
 from trtpd.perf.goodput import Deployment
 from trtpd.perf.make_workload import Wanted, make
-from trtpd.perf.model_names import check_model
 from trtpd.perf.openai_transport import OpenAiTransport
 from trtpd.perf.process_cpu import cpu_times, server_process, usable_cores
 from trtpd.perf.server_watch import WatchedTransport, listener
@@ -99,8 +98,6 @@ def bench(
     thread.
     """
     target = options.target
-    if not target.openai:
-        check_model(target.url, target.model)
     before = _status(target)
     options = with_servers_targets(options, before)
     wanted, note = clamped(fitted(options.wanted, before))

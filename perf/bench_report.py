@@ -12,7 +12,6 @@ import msgspec
 from trtpd.perf import plots
 from trtpd.perf.bench_folder import again_command, replay_command
 from trtpd.perf.bench_result import Measured, Result
-from trtpd.perf.compare_stages import first_token, handed_off
 from trtpd.perf.environment import Environment
 from trtpd.perf.goodput import DEFINITIONS, Figures
 from trtpd.perf.records import Record
@@ -28,6 +27,7 @@ from trtpd.perf.report import (
     requests_csv,
     write_report,
 )
+from trtpd.perf.stages import first_token, handed_off
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -151,7 +151,7 @@ def measured_of(taken: Taken, *, again: str = "") -> Measured:
 
 def remarks(figures: Figures, taken: Taken) -> list[str]:
     """What a reader must know before he believes the figures."""
-    run, environment = taken.run, taken.about.environment
+    run = taken.run
     found = []
     if taken.about.server_away_s is not None:
         found.append(away_remark(taken, taken.about.server_away_s))
@@ -166,8 +166,7 @@ def remarks(figures: Figures, taken: Taken) -> list[str]:
     ratio = _prompt_ratio(run.records)
     if ratio is not None and abs(ratio - 1.0) > PROMPT_TOLERANCE:
         found.append(f"The server counted {ratio:.2f} times the prompt tokens asked for (another tokenizer).")
-    if environment.load_average > 0.5 * environment.cpus_usable:
-        found.append(f"The load average was {environment.load_average:g} when the run began: other work ran here.")
+    found += taken.about.environment.load_remarks
     if figures.ttft is not None and figures.ttft.p99.high is None:
         found.append(f"{figures.ttft.count} answers are too few to bound a p99 from above.")
     return found

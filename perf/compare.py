@@ -30,7 +30,7 @@ from trtpd.perf.compare_runs import Runs
 from trtpd.perf.compare_search import Search
 from trtpd.perf.compare_stretch import told
 from trtpd.perf.compare_targets import fix_targets, usual_rates
-from trtpd.perf.compare_tuning import FIRST_SHARE, Chosen, Tuner
+from trtpd.perf.compare_tuning import Chosen, Tuner, first_tuned
 from trtpd.perf.comparison import Aside, Choice, Comparison, End, Plan, Point
 from trtpd.perf.environment import Environment, this_environment
 from trtpd.perf.make_workload import Wanted, make
@@ -209,7 +209,7 @@ class Comparer:
             targets_there=slo is not None,
             rates=rates,
             searched=not given,
-            tuned_at=None if rates is None else rates[min(FIRST_SHARE, len(rates) // 2)],
+            tuned_at=None if rates is None else rates[first_tuned(rates)],
             repeats=self._options.repeats,
         )
 
@@ -261,7 +261,7 @@ class Comparer:
         if runs.trace_rows is None:
             return "" if taken else "On requests of another seed than those measured."
         rate = max((point.file.rate for point in points), default=rates[-1])
-        tuned = rates[min(FIRST_SHARE, len(rates) // 2)]
+        tuned = rates[first_tuned(rates)]
         tuning = "tuning", runs.stretch(runs.asked(tuned, None, part=part_of("tuning")).requests, None)
         listed = [] if taken else [tuning]
         listed += [

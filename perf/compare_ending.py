@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
-from trtpd.perf.comparison import Choice, Comparison, Point, RunState
+from trtpd.perf.comparison import Choice, Comparison, Point, RunState, top_rate
 
 WHY = {
     "budget": "the budget ended first",
@@ -31,7 +31,7 @@ def run_states(
     for arm in arms:
         there = {(p.file.rate, p.file.repeat): p for p in points if p.file.arm == arm}
         wanted = {(rate, repeat) for rate in rates for repeat in range(1 if searched else repeats)}
-        top = _top(there)
+        top = top_rate(there.values())
         if searched and top is not None:
             wanted |= {(top, repeat) for repeat in range(1, repeats)}
         reason = WHY[how] if arm in variants else f"not tuned yet: {WHY[how]}"
@@ -64,12 +64,6 @@ def _state(point: Point) -> RunState:
         state="left out" if file.fault else "served nothing" if nothing else "measured",
         reason=file.fault,
     )
-
-
-def _top(points: Mapping[tuple[float, int], Point]) -> float | None:
-    """Of the first round; None where nothing can be used."""
-    goods = {rate: p.good_per_s or 0.0 for (rate, n), p in points.items() if n == 0 and not p.file.fault}
-    return max(goods, key=lambda rate: goods[rate], default=None)
 
 
 def ending(comparison: Comparison) -> list[str]:

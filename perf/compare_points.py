@@ -106,9 +106,14 @@ class Points:
         path = self.folder.run_path(kind, variant, file.rate, file.repeat)
         if path not in self._accounted:
             records = self.folder.records(kind, variant, file)
-            deployment = Deployment(units=self.runs.cores)
-            figures = account(records, self.slo, until_s=file.until_s, deployment=deployment)
-            self._accounted[path] = Point(file=file, records=records, figures=figures, definition=self.definition)
+            figures = account(
+                records,
+                self.slo,
+                until_s=file.until_s,
+                deployment=Deployment(units=self.runs.cores),
+                definition=self.definition,
+            )
+            self._accounted[path] = Point(file=file, records=records, figures=figures)
         return self._accounted[path]
 
 

@@ -96,11 +96,7 @@ def remarks(comparison: Comparison) -> list[str]:
     for what, aside in comparison.asides.items():
         if aside.fault:
             found.append(f"{what}: disturbed though it was made again, {aside.fault}.")
-    found += comparison.skipped
-    environment = comparison.environment
-    if environment.load_average > 0.5 * environment.cpus_usable:
-        found.append(f"The load average was {environment.load_average:g} at the start: other work ran here.")
-    return found
+    return [*found, *comparison.skipped, *comparison.environment.load_remarks]
 
 
 def figures_of(comparison: Comparison) -> dict[str, Figure]:

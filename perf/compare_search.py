@@ -14,7 +14,7 @@ from trtpd.perf.compare_points import Points
 from trtpd.perf.compare_runs import Runs
 from trtpd.perf.compare_targets import disturbance
 from trtpd.perf.compare_tuning import FIRST_SHARE
-from trtpd.perf.comparison import Aside
+from trtpd.perf.comparison import Aside, Point, first_round, top_rate
 
 INTERFERENCE_TIMES, INTERFERENCE_LEAST_S = 2.0, 30.0
 """A request of an interference run is given up after so many times what all its arrivals take, or so long at least."""
@@ -33,7 +33,7 @@ class Search:
             self._search(variant, rates)
             if self._once_more(variant):
                 self._search(variant, rates)
-        tops = {variant.arm: self._top(variant, rates) for variant in chosen}
+        tops = {variant.arm: top_rate(self._first_points(variant, rates)) for variant in chosen}
         for repeat in range(self._repeats):  # what the first round has is not made again
             for turn in range(len(chosen)):
                 variant = chosen[(turn + repeat) % len(chosen)]
@@ -64,21 +64,20 @@ class Search:
         self._folder.keep_interference(variant, driven.run, aside)
 
     def _next_rate(self, variant: Variant, rates: Sequence[float]) -> float | None:
-        found = {rate: self._points.of("points", variant, rate, 0) for rate in rates}
-        row = [rate for rate, point in found.items() if point is None or not point.file.fault]
-        goods = {i: point.good_per_s or 0.0 for i, rate in enumerate(row) if (point := found[rate]) is not None}
+        points = self._first_points(variant, rates)
+        faulty = {point.file.rate for point in points if point.file.fault}
+        row, found = [rate for rate in rates if rate not in faulty], first_round(points)
+        goods = {index: found[rate] for index, rate in enumerate(row) if rate in found}
         if self._given or not row:
             return next((rate for index, rate in enumerate(row) if index not in goods), None)
         first = min(FIRST_SHARE, len(row) - 1)
         index = next_to_try(len(row), goods, first=first, stride=2, most=lambda index: row[index])
         return None if index is None else row[index]
 
-    def _top(self, variant: Variant, rates: Sequence[float]) -> float | None:
-        """The rate of most goodput in the first round; None where none can be used. Where the goal was missed nothing
-        is gained."""
-        found = [(rate, self._points.of("points", variant, rate, 0)) for rate in rates]
-        goods = {rate: point.good_per_s or 0.0 for rate, point in found if point is not None and not point.file.fault}
-        return max(goods, key=lambda rate: goods[rate], default=None)
+    def _first_points(self, variant: Variant, rates: Sequence[float]) -> list[Point]:
+        """Those of the first round that are there."""
+        found = (self._points.of("points", variant, rate, 0) for rate in rates)
+        return [point for point in found if point is not None]
 
     def _all(self, variant: Variant, runs: Sequence[tuple[float, int]], *, afresh: bool = False) -> None:
         """These (rate, repeat) of a variant behind one start of its server, unless they are there."""

@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from trtpd.perf.compare_ratio import Ratio, usable
-from trtpd.perf.compare_stages import finished, first_tokens, handed_off, shown_rate
+from trtpd.perf.compare_stages import finished, first_tokens, shown_rate
 from trtpd.perf.comparison import Comparison, Point
 from trtpd.perf.report import NOTHING, Table, number
 from trtpd.perf.resampling import Distribution
+from trtpd.perf.stages import handed_off
 from trtpd.perf.verdict import (
     TARGETS,
     arms_of,

@@ -23,6 +23,11 @@ it is tried again if it doesn't."""
 TUNING_SCALES = (0.5, 0.71, 1.0, 1.41, 2.0)
 
 
+def first_tuned(rates: Sequence[float]) -> int:
+    """Which of the rates a tuning begins at."""
+    return min(FIRST_SHARE, len(rates) // 2)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
     """Which variant stands for each arm: as a former call or another comparison (`like`) chose it."""
@@ -67,7 +72,7 @@ class Tuner:
         candidates = self._variants[arm]
         if len(candidates) == 1:
             return Choice(arm=arm, variant=candidates[0].label, tried={})
-        index = min(FIRST_SHARE, len(rates) // 2)
+        index = first_tuned(rates)
         tried, unusable = self._shares(candidates, rates[index])
         while index > 0 and max(tried.values()) < TUNED_SHARE:
             index = max(0, index - TUNING_STEP)

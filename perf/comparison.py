@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -107,13 +108,29 @@ class Point:
     file: PointFile
     records: tuple[Record, ...]
     figures: Figures
-    definition: str = "trtpd"
+
+    @property
+    def definition(self) -> str:
+        """The comparison's, of goodput."""
+        return self.figures.definition
 
     @property
     def good_per_s(self) -> float | None:
         """By the comparison's definition; None where that has a goal and it was missed."""
         good = self.figures.goodput[self.definition].per_s
         return None if good is None else good.value
+
+
+def first_round(points: Iterable[Point]) -> dict[float, float]:
+    """Goodput by rate of an arm's first round, of the runs that can be used. Where the goal was missed nothing is
+    gained."""
+    return {p.file.rate: p.good_per_s or 0.0 for p in points if p.file.repeat == 0 and not p.file.fault}
+
+
+def top_rate(points: Iterable[Point]) -> float | None:
+    """The rate of most goodput in the first round; None where none can be used."""
+    goods = first_round(points)
+    return max(goods, key=lambda rate: goods[rate], default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,8 @@ import psutil
 
 from trtpd.build.machine import cpu_name
 
+BUSY_SHARE = 0.5
+"""Of the CPUs, in the load average."""
 PACKAGES = ("trtpd", "openvino", "nvidia-pytriton", "tritonclient", "grpcio", "aiohttp", "numpy")
 
 
@@ -27,6 +29,13 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     python: str
     packages: dict[str, str]
     load_average: float
+
+    @property
+    def load_remarks(self) -> list[str]:
+        """What a reader must know of other work."""
+        if self.load_average <= BUSY_SHARE * self.cpus_usable:
+            return []
+        return [f"The load average was {self.load_average:g} when the run began: other work ran here."]
 
 
 def this_environment() -> Environment:

@@ -194,9 +194,6 @@ def account(
     good = [record for record, verdict in zip(kept, verdicts, strict=True) if verdict == "good"]
     finished = [record for record in kept if record.state == "finished" and record.ttft_s is not None]
     tpot = distribution(_values(finished, lambda r: r.tpot_s), rng)
-    kinds: dict[str, Counter[str]] = {}
-    for record, verdict in zip(kept, verdicts, strict=True):
-        kinds.setdefault(record.kind, Counter())[verdict] += 1
     goodputs = {name: _goodput(one, kept, slo, window_s, deployment, rng) for name, one in DEFINITIONS.items()}
     output_per_s, prompt_per_s = _tokens_per_s(records, cut_s, until_s)
     drifts = {
@@ -214,7 +211,7 @@ def account(
         goodput=goodputs,
         completion=share([record.state == "finished" for record in kept], rng),
         verdicts=dict(sorted(Counter(verdicts).items())),
-        kinds={kind: dict(sorted(counts.items())) for kind, counts in sorted(kinds.items())},
+        kinds=_by_kind(kept, verdicts),
         ttft=distribution(_values(finished, lambda r: r.ttft_s), rng),
         tpot=tpot,
         second_token=distribution(_values(finished, lambda r: r.second_token_s), rng),
@@ -230,6 +227,14 @@ def account(
         drift={name: one for name, one in drifts.items() if one is not None},
         deployment=deployment,
     )
+
+
+def _by_kind(records: Sequence[Record], verdicts: Sequence[str]) -> dict[str, dict[str, int]]:
+    """How often each kind of request got each verdict."""
+    kinds: dict[str, Counter[str]] = {}
+    for record, verdict in zip(records, verdicts, strict=True):
+        kinds.setdefault(record.kind, Counter())[verdict] += 1
+    return {kind: dict(sorted(counts.items())) for kind, counts in sorted(kinds.items())}
 
 
 def attainment_over_scale(

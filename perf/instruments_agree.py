@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from trtpd.perf.resampling import RESAMPLES, TAIL, Floats, Interval, blocks, rank_bounds
+from trtpd.perf.resampling import RESAMPLES, TAIL, Floats, Interval, blocks, in_order, rank_bounds, weights_of
 
 AGREE = 0.10
 TURNS_LEAST = 2
@@ -156,12 +156,10 @@ def _drawn_ratios(turns: Sequence[Sequence[_Pair]], rng: np.random.Generator) ->
 
 def _medians(groups: Sequence[Sequence[float]], drawn: npt.NDArray[np.int64]) -> Floats:
     """Of all values of the groups that were drawn, for each row of `drawn`."""
-    values = np.concatenate([np.asarray(group, dtype=np.float64) for group in groups])
-    order = np.argsort(values, kind="stable")
-    ordered, owners = values[order], np.repeat(np.arange(len(groups)), [len(group) for group in groups])[order]
+    ordered, owners = in_order(groups)
     found = np.empty(len(drawn))
     for row, numbers in enumerate(drawn):
-        weights = np.cumsum(np.bincount(numbers, minlength=len(groups))[owners])
+        weights = weights_of(numbers, owners, len(groups))
         # The middle of an even count lies between two values, as np.median has it.
         middle = np.searchsorted(weights, [(weights[-1] + 1) // 2, weights[-1] // 2 + 1])
         found[row] = ordered[middle].mean()

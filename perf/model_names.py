@@ -5,26 +5,10 @@ from __future__ import annotations
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
-from trtpd.errors import InputError, TrtpdError
+from trtpd.errors import TrtpdError
 from trtpd.runtime.serve.client import MODEL, status
 
 TIMEOUT_S = 5.0
-
-
-def check_model(url: str, model: str) -> None:
-    """Raises InputError for a model that the server at HOST:PORT doesn't have, with those that it has. A server that
-    can't be asked, and a model that isn't ready now, are left to whoever asks next."""
-    client = triton.InferenceServerClient(url)
-    try:
-        if client.is_model_ready(model, client_timeout=TIMEOUT_S):
-            return
-    except InferenceServerException:
-        return
-    finally:
-        client.close()
-    names = model_names(url)
-    if names and model not in names:
-        raise InputError(f"the server at {url} has no model {model!r}; --model takes {', '.join(names)}")
 
 
 def model_names(url: str) -> list[str]:

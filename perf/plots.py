@@ -271,5 +271,5 @@ def lines(
         axis.set_ylim(0, 1.03) if share else axis.set_ylim(bottom=0)
         axis.set_xlim(left=0)
         if len(series) > 1 or diagonal:
-            axis.legend(loc="best")
+            figure.legend(loc="outside lower left", ncols=3)
         return figure

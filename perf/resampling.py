@@ -93,17 +93,27 @@ def grouped_distribution(groups: Sequence[Sequence[float]], rng: np.random.Gener
     groups = [group for group in groups if len(group)]
     if not groups:
         return None
-    values = np.concatenate([np.asarray(group, dtype=np.float64) for group in groups])
-    owners = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
-    order = np.argsort(values, kind="stable")
-    ordered, owners = values[order], owners[order]
+    ordered, owners = in_order(groups)
     sampled = np.empty((len(QUANTILES), RESAMPLES))
     for column, drawn in enumerate(blocks(len(groups), rng)):
         # How often each group was drawn weighs its values; the percentile is where the weights pass it.
-        weights = np.cumsum(np.bincount(drawn, minlength=len(groups))[owners])
+        weights = weights_of(drawn, owners, len(groups))
         at = np.searchsorted(weights, np.array(QUANTILES) * weights[-1])
         sampled[:, column] = ordered[np.minimum(at, len(ordered) - 1)]
     return _distribution(ordered, sampled, [_worth(ordered, owners, quantile) for quantile in QUANTILES])
+
+
+def in_order(groups: Sequence[Sequence[float]]) -> tuple[Floats, npt.NDArray[np.int64]]:
+    """All values of all groups, ascending, and of which group each is."""
+    values = np.concatenate([np.asarray(group, dtype=np.float64) for group in groups])
+    owners = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
+    order = np.argsort(values, kind="stable")
+    return values[order], owners[order]
+
+
+def weights_of(drawn: npt.NDArray[np.int64], owners: npt.NDArray[np.int64], groups: int) -> npt.NDArray[np.int64]:
+    """How many values lie at each place or before it if so many `groups` are drawn as often as `drawn` says."""
+    return np.cumsum(np.bincount(drawn, minlength=groups)[owners])
 
 
 def _worth(ordered: Floats, owners: npt.NDArray[np.int64], quantile: float) -> int:

@@ -87,8 +87,11 @@ class TritonTransport:
         if not serves:
             await self.close()
             names = await asyncio.to_thread(model_names, self._url)
-            has = f"; it has {', '.join(names)}" if names else ""
-            raise ServeError(f"the server at {self._url} does not serve {self._model}{has} (--model)")
+            if names and self._model not in names:
+                raise InputError(
+                    f"the server at {self._url} has no model {self._model!r}; --model takes {', '.join(names)}"
+                )
+            raise ServeError(f"the server at {self._url} does not serve {self._model} now; see `trtpd status`")
 
     async def close(self) -> None:
         for channel in self._open:

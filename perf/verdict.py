@@ -15,6 +15,7 @@ from trtpd.perf.comparison import Comparison, Point
 from trtpd.perf.goodput import DEFINITIONS, attainment_over_scale
 from trtpd.perf.records import Record
 from trtpd.perf.report import number
+from trtpd.perf.stages import handed_off
 
 TARGETS = {COLOCATED: 2.0, CHUNKED: 1.2}
 STEADY = 1.3
@@ -279,19 +280,11 @@ def gap_spread(records: Sequence[Record]) -> float | None:
 
 def _cost(comparison: Comparison) -> list[str]:
     """What the hand-off costs."""
-    told = [
-        record.server
-        for point in usable(comparison.points, SPLIT)
-        for record in point.records
-        if record.server is not None and record.server.transfer_bytes
-    ]
-    prefill_s = sum(times.prefill_s or 0.0 for times in told)
-    if not told or prefill_s <= 0.0:
+    found = handed_off([record for point in usable(comparison.points, SPLIT) for record in point.records])
+    if found.share_of_prefill is None:
         return []
-    exposed_s = sum(times.exposed_s or 0.0 for times in told)
-    return [
-        f"The hand-off takes {exposed_s / prefill_s:.2%} of the prefill's time beyond it, over {len(told)} requests."
-    ]
+    share = f"{found.share_of_prefill:.2%}"
+    return [f"The hand-off takes {share} of the prefill's time beyond it, over {found.moved} requests."]
 
 
 def scale_curve(comparison: Comparison, arm: str, rate: float, scales: Sequence[float]) -> list[tuple[float, float]]:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn, TypeAlias
 
-from trtpd import __version__, argument_types, commands, console, perf_cli, profile_cli
+from trtpd import __version__, analyzer_cli, argument_types, bench_cli, commands, compare_cli, console, profile_cli
 from trtpd.build.accuracy_text import KL_BOUND_NATS
 from trtpd.console import say
 from trtpd.errors import TrtpdError
@@ -301,8 +301,8 @@ def _bench(subs: Subparsers) -> None:
         "drive a running server with a workload and report goodput, TTFT, TPOT and ITL",
         "trtpd bench --workload mixed --rate 2 --ttft-ms 1000 --tpot-ms 80 -o report",
     )
-    perf_cli.add_bench(sub)
-    sub.set_defaults(run=perf_cli.bench)
+    bench_cli.add_bench(sub)
+    sub.set_defaults(run=bench_cli.bench)
 
 
 def _perf_analyzer(subs: Subparsers) -> None:
@@ -312,8 +312,8 @@ def _perf_analyzer(subs: Subparsers) -> None:
         "run NVIDIA's perf_analyzer with inputs made for these models, its figures beside ours",
         "trtpd perf-analyzer --model pd --concurrency 1,4 --rates 2",
     )
-    perf_cli.add_perf_analyzer(sub)
-    sub.set_defaults(run=perf_cli.perf_analyzer)
+    analyzer_cli.add_perf_analyzer(sub)
+    sub.set_defaults(run=analyzer_cli.perf_analyzer)
 
 
 def _compare(subs: Subparsers) -> None:
@@ -323,8 +323,8 @@ def _compare(subs: Subparsers) -> None:
         "measure colocated, colocated with chunked prefill and disaggregated on the same cores",
         "trtpd compare BUILD --workload mixed --budget-s 3600",
     )
-    perf_cli.add_compare(sub)
-    sub.set_defaults(run=perf_cli.compare)
+    compare_cli.add_compare(sub)
+    sub.set_defaults(run=compare_cli.compare)
 
 
 def _profile(subs: Subparsers) -> None:

@@ -14,7 +14,7 @@ import pytest
 from trtpd_testing.fake_servers import ScriptedTransport, fake_openai, fixed
 from trtpd_testing.virtual_loop import run_virtually
 
-from trtpd import perf_cli
+from trtpd import bench_cli, perf_cli
 from trtpd.cli import main
 from trtpd.errors import ServeError
 from trtpd.perf import bench as room
@@ -59,7 +59,7 @@ def kept(tmp_path_factory):
 
 def parsed(command):
     parser = argparse.ArgumentParser()
-    perf_cli.add_bench(parser)
+    bench_cli.add_bench(parser)
     return parser.parse_args(shlex.split(command)[2:])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import msgspec
@@ -9,14 +10,14 @@ import pytest
 from trtpd_testing.fake_servers import fake_openai, fake_triton, fixed
 
 from trtpd.cli import main
-from trtpd.errors import InputError
+from trtpd.errors import InputError, ServeError
 from trtpd.perf import bench as room
 from trtpd.perf.bench_folder import check_ours
 from trtpd.perf.bench_plan import clamped, duration, how_long, latest_end_s
 from trtpd.perf.bench_report import lines
 from trtpd.perf.client_health import LATE_FLOOR_S
 from trtpd.perf.make_workload import Wanted, make
-from trtpd.perf.model_names import check_model
+from trtpd.perf.triton_transport import TritonTransport
 
 
 @pytest.fixture
@@ -145,18 +146,31 @@ def test_how_late_the_client_may_be_stands_beside_how_late_it_was(address, capsy
     assert line.endswith("ms (at most 10.0 ms each)")
 
 
+def opened(address, model):
+    async def run():
+        transport = TritonTransport(address, model=model)
+        try:
+            await transport.open()
+        finally:
+            await transport.close()
+
+    asyncio.run(run())
+
+
 def test_a_model_that_the_server_has_not_is_bad_input_and_those_it_has_are_named(capsys):
     with fake_triton(fixed(0.01, 0.005, 6)) as server:
         assert main(["bench", "--url", server.address, "--workload", "chat", "--rate", "1", "--model", "absent"]) == 2
-        check_model(server.address, "decode_0")
+        opened(server.address, "decode_0")
     assert "no model 'absent'; --model takes decode_0, pd" in capsys.readouterr().err
-    check_model(server.address, "absent")  # who connects will say that nobody is there
+    with pytest.raises(ServeError, match="no server at"):
+        opened(server.address, "absent")
 
 
 def test_a_server_that_keeps_its_index_to_itself_is_asked_for_its_instances(monkeypatch):
     monkeypatch.setattr("trtpd.perf.model_names.status", lambda url, **_: {"instances": {"prefill_0": {}, "d": {}}})
     with fake_triton(fixed(0.01, 0.005, 6), index=False) as server:
         with pytest.raises(InputError, match="--model takes pd, d, prefill_0"):
-            check_model(server.address, "absent")
+            opened(server.address, "absent")
         monkeypatch.setattr("trtpd.perf.model_names.status", lambda url, **_: {"instances": {"absent": {}}})
-        check_model(server.address, "absent")  # there, and not ready now
+        with pytest.raises(ServeError, match="does not serve absent now"):
+            opened(server.address, "absent")

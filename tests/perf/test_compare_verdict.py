@@ -15,13 +15,13 @@ from trtpd.perf.client_health import ClientHealth
 from trtpd.perf.compare_arms import CHUNKED, COLOCATED, SPLIT
 from trtpd.perf.compare_ending import run_states
 from trtpd.perf.compare_ratio import LEAST_APART, ratio_at, ratio_of_bests
-from trtpd.perf.compare_stages import first_token, handed_off
 from trtpd.perf.compare_tables import goodput_table, points_csv
 from trtpd.perf.comparison import Choice, Comparison, End, Plan, Point, PointFile
 from trtpd.perf.environment import this_environment
 from trtpd.perf.goodput import account
 from trtpd.perf.records import Record, ServerTimes
 from trtpd.perf.slo import LengthSlo
+from trtpd.perf.stages import first_token, handed_off
 from trtpd.perf.verdict import best, verdict
 
 SLO = LengthSlo(floor_s=1.0, factor=2.5, unloaded=((32, 0.1), (128, 0.2)), tpot_s=0.1)
@@ -66,7 +66,7 @@ def comparison(*points: Point, definition="trtpd") -> Comparison:
     plan = Plan(
         fingerprint="f", workload="chat", seed=0, point_s=20.0, cores=(0, 1), chunks=(64,), definition=definition
     )
-    points = tuple(replace(one, definition=definition) for one in points)
+    points = tuple(replace(one, figures=msgspec.structs.replace(one.figures, definition=definition)) for one in points)
     rates = tuple(sorted({one.file.rate for one in points}))
     choices = tuple(Choice(arm=arm, variant="v", tried={}) for arm in ARMS)
     return Comparison(

@@ -158,7 +158,7 @@ def test_leaving_cancels_the_request_at_the_server():
 
 def test_a_server_that_is_not_there_or_serves_something_else_is_named():
     with fake_triton(SCRIPT) as server:
-        with pytest.raises(ServeError, match="does not serve absent; it has decode_0, pd "):
+        with pytest.raises(InputError, match="no model 'absent'; --model takes decode_0, pd"):
             one(TritonTransport(server.address, model="absent"))
         gone = server.address
     with pytest.raises(ServeError, match="no OpenAI server"):
